@@ -1,0 +1,70 @@
+"""eaglefeed: a streaming data plane for training EAGLE-3 draft models.
+
+The names below are loaded when they are first used, so that importing the package never imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eaglefeed.consumer.stream import SampleStream
+    from eaglefeed.producer.target import HFEagle3TargetModel
+    from eaglefeed.producer.worker import ProducerWorker
+    from eaglefeed.queue import open_queue
+    from eaglefeed.queue.connection import connect
+    from eaglefeed.queue.embedded import EmbeddedServer
+    from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
+    from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch
+    from eaglefeed.schema.contract import RunContract
+    from eaglefeed.schema.refs import FeatureAlgorithm, FeatureSpec, SampleRef
+    from eaglefeed.schema.vocab import VocabMapping
+    from eaglefeed.storage.base import FeatureStore, open_store
+
+__all__ = [
+    "Eagle3TargetBackend",
+    "Eagle3TargetBatch",
+    "EmbeddedServer",
+    "FeatureAlgorithm",
+    "FeatureSpec",
+    "FeatureStore",
+    "HFEagle3TargetModel",
+    "MemoryLeaseQueue",
+    "MemoryServer",
+    "ProducerWorker",
+    "RunContract",
+    "SampleRef",
+    "SampleStream",
+    "VocabMapping",
+    "__version__",
+    "connect",
+    "open_queue",
+    "open_store",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Eagle3TargetBackend": "eaglefeed.schema.batch",
+    "Eagle3TargetBatch": "eaglefeed.schema.batch",
+    "EmbeddedServer": "eaglefeed.queue.embedded",
+    "FeatureAlgorithm": "eaglefeed.schema.refs",
+    "FeatureSpec": "eaglefeed.schema.refs",
+    "FeatureStore": "eaglefeed.storage.base",
+    "HFEagle3TargetModel": "eaglefeed.producer.target",
+    "MemoryLeaseQueue": "eaglefeed.queue.memory",
+    "MemoryServer": "eaglefeed.queue.memory",
+    "ProducerWorker": "eaglefeed.producer.worker",
+    "RunContract": "eaglefeed.schema.contract",
+    "SampleRef": "eaglefeed.schema.refs",
+    "SampleStream": "eaglefeed.consumer.stream",
+    "VocabMapping": "eaglefeed.schema.vocab",
+    "connect": "eaglefeed.queue.connection",
+    "open_queue": "eaglefeed.queue",
+    "open_store": "eaglefeed.storage.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,237 @@
+"""Every error eaglefeed raises.
+
+Callers branch on the class and on `retryable`, never on the text. A message is built here, from typed fields: what
+happened, to which id, what was wanted and what came, and what to do next.
+
+    EaglefeedError
+    ├── ConfigError                     settings, options, variables
+    ├── InputError                      conversations and files that a user brings
+    ├── SchemaError (ValueError)        a ref or tensors that break the EAGLE-3 contract
+    │   ├── SchemaVersionError          a schema or wire version this process was not started for
+    │   └── ContractMismatch            a producer or trainer that differs from the run's contract
+    ├── QueueError
+    │   ├── QueueClosed                 a put of new ids after close()
+    │   ├── QueueDrained                closed, and nothing left to lease
+    │   ├── QueueFull          (retry)  the hard cap is reached
+    │   ├── StaleLease                  the lease is no longer held by this token
+    │   ├── IdConflict                  one id, two different payloads
+    │   ├── NoProducers        (retry)  work remains and no producer lives
+    │   ├── QueueUnavailable   (retry)  the server is out of reach, loading or out of connections
+    │   └── UnsafeServer                a server that would lose data
+    ├── StorageError
+    │   ├── SampleMissing      (retry)  a shard that is not there (yet)
+    │   ├── SampleCorrupt               a shard whose bytes, specs or values are wrong
+    │   ├── StoreFull          (retry)  no room for another shard
+    │   └── PeerGone           (retry)  the process that holds the tensors is gone
+    └── TargetError
+        ├── TargetUnavailable  (retry)  no target found, or it does not answer
+        └── TargetMismatch              the target is not the one that was asked for
+"""
+
+from typing import ClassVar
+
+__all__ = [
+    "ConfigError",
+    "ContractMismatch",
+    "EaglefeedError",
+    "IdConflict",
+    "InputError",
+    "NoProducers",
+    "PeerGone",
+    "QueueClosed",
+    "QueueDrained",
+    "QueueError",
+    "QueueFull",
+    "QueueUnavailable",
+    "SampleCorrupt",
+    "SampleMissing",
+    "SchemaError",
+    "SchemaVersionError",
+    "StaleLease",
+    "StorageError",
+    "StoreFull",
+    "TargetError",
+    "TargetMismatch",
+    "TargetUnavailable",
+    "UnsafeServer",
+]
+
+
+class EaglefeedError(Exception):
+    """The root of the tree.
+
+    Args:
+        what: what happened.
+        subject: the id, path or name that it happened to.
+        wanted: what was expected there.
+        got: what was found instead.
+        fix: what to do next; a class may bring a default.
+    """
+
+    retryable: ClassVar[bool] = False
+    default_fix: ClassVar[str] = ""
+
+    def __init__(
+        self, what: str, *, subject: str = "", wanted: object = None, got: object = None, fix: str = ""
+    ) -> None:
+        self.what, self.subject, self.wanted, self.got = what, subject, wanted, got
+        self.fix = fix or self.default_fix
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        head = f"{self.subject}: {self.what}" if self.subject else self.what
+        facts = [f"{name} {value}" for name, value in (("wanted", self.wanted), ("got", self.got)) if value is not None]
+        return "; ".join([", ".join([head, *facts]), *([self.fix] if self.fix else [])])
+
+
+class ConfigError(EaglefeedError):
+    """A setting, an option or a variable that cannot be used."""
+
+
+class InputError(EaglefeedError):
+    """A file or a row of the user's that cannot be used."""
+
+
+class SchemaError(EaglefeedError, ValueError):
+    """A ref or tensors that break the EAGLE-3 contract."""
+
+
+class SchemaVersionError(SchemaError):
+    """A version this process was not started for; versions are never migrated."""
+
+    default_fix = "start this process with the eaglefeed version that wrote it, or produce the samples again"
+
+
+class ContractMismatch(SchemaError):
+    """A producer, trainer or sample that differs from the run's contract."""
+
+    default_fix = "use the settings of the run's contract.json, or start a new run"
+
+
+class QueueError(EaglefeedError):
+    """Something about the lease queue."""
+
+
+class QueueClosed(QueueError):
+    """New ids were put into a closed queue."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__("closed, it takes no new ids", subject=queue, fix="start a new run, or feed with --keep-open")
+
+
+class QueueDrained(QueueError):
+    """The queue is closed and nothing is ready, delayed or leased."""
+
+    def __init__(self, queue: str) -> None:
+        super().__init__("drained: closed, and nothing is left to lease", subject=queue)
+
+
+class QueueFull(QueueError):
+    """The queue's hard cap is reached; put again after `retry_after_s`."""
+
+    retryable = True
+
+    def __init__(self, queue: str, *, depth: int, max_depth: int, retry_after_s: float = 1.0) -> None:
+        self.retry_after_s = retry_after_s
+        fix = f"put again in {retry_after_s:g} s, or raise queue.max_depth"
+        super().__init__("full", subject=queue, wanted=f"at most {max_depth} refs", got=depth, fix=fix)
+
+
+class StaleLease(QueueError):
+    """The lease was reclaimed, settled or given back before this call; nothing was changed by it."""
+
+    def __init__(self, operation: str, token: int, item_id: str = "") -> None:
+        self.operation, self.token, self.item_id = operation, token, item_id
+        fix = "drop the work, its next holder has it; raise queue.visibility_timeout_s if this repeats"
+        super().__init__(f"{operation} refused, lease {token} does not hold it any more", subject=item_id, fix=fix)
+
+
+class IdConflict(QueueError):
+    """One id was put with two different payloads."""
+
+    def __init__(self, queue: str, item_id: str) -> None:
+        self.item_id = item_id
+        fix = "give each conversation an id of its own"
+        super().__init__(f"put into {queue} before, with another content", subject=item_id, fix=fix)
+
+
+class NoProducers(QueueError):
+    """Prompts remain and no producer has shown a sign of life for the grace period."""
+
+    retryable = True
+
+    def __init__(self, *, num_prompts: int, grace_s: float) -> None:
+        self.num_prompts = num_prompts
+        what = f"no producer has been alive for {grace_s:g} s and {num_prompts} prompts remain"
+        super().__init__(what, fix="start `eaglefeed produce` on this run, or wait with train.no_producers=wait")
+
+
+class QueueUnavailable(QueueError):
+    """The server did not answer, is still loading, refuses connections or is a replica."""
+
+    retryable = True
+
+    def __init__(self, address: str, reason: str) -> None:
+        self.address, self.reason = address, reason
+        super().__init__(
+            f"not reachable ({reason})", subject=address, fix="check that the server runs and is reachable"
+        )
+
+
+class UnsafeServer(QueueError):
+    """A server that would lose acknowledged work."""
+
+
+class StorageError(EaglefeedError):
+    """Something about a feature store."""
+
+
+class SampleMissing(StorageError):
+    """A ref whose shard is not there."""
+
+    retryable = True
+
+    def __init__(self, sample_id: str, key: str) -> None:
+        self.sample_id, self.key = sample_id, key
+        fix = "check that producer and trainer see the same folder, and that nobody deleted it"
+        super().__init__("no such shard", subject=sample_id, wanted=key, fix=fix)
+
+
+class SampleCorrupt(StorageError):
+    """A shard whose bytes, specs or values are not those its ref promises."""
+
+    def __init__(self, sample_id: str, what: str, *, wanted: object = None, got: object = None) -> None:
+        self.sample_id = sample_id
+        fix = "it is set aside as a dead letter and its shard kept; `eaglefeed validate` shows the file's faults"
+        super().__init__(what, subject=sample_id, wanted=wanted, got=got, fix=fix)
+
+
+class StoreFull(StorageError):
+    """No room for another shard; the partial file has been removed."""
+
+    retryable = True
+
+    def __init__(self, store: str, *, num_bytes: int, free_bytes: int, reason: str) -> None:
+        self.num_bytes, self.free_bytes = num_bytes, free_bytes
+        what = f"no room for a shard of {num_bytes} bytes ({reason}; {free_bytes} bytes show as free)"
+        super().__init__(what, subject=store, fix="free space or a quota, lower queue.high_bytes, or add trainers")
+
+
+class PeerGone(StorageError):
+    """The process that holds a sample's tensors does not live any more."""
+
+    retryable = True
+
+
+class TargetError(EaglefeedError):
+    """Something about the target model."""
+
+
+class TargetUnavailable(TargetError):
+    """No target was found, or it does not answer."""
+
+    retryable = True
+
+
+class TargetMismatch(TargetError):
+    """The target is not what the run needs."""

@@ -1,0 +1,1 @@
+"""What a sample is: refs, contract, batches. Pure: no I/O, no Redis."""

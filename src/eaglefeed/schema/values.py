@@ -1,0 +1,137 @@
+"""What a sample's values must be. A NaN that reaches a trainer is found days later; here it costs one pass."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from eaglefeed.errors import SampleCorrupt
+from eaglefeed.schema.eagle3 import EAGLE3_FEATURES
+from eaglefeed.schema.refs import FeatureSpec
+
+__all__ = ["shift_left", "validate_eagle3_tensors"]
+
+_MASKS = ("attention_mask", "loss_mask")
+_PROBABILITY_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""How far a row's sum may be from 1: rounding of the stored dtype over a vocabulary."""
+
+
+def validate_eagle3_tensors(
+    tensors: Mapping[str, Tensor],
+    specs: Mapping[str, FeatureSpec],
+    *,
+    sample_id: str,
+    vocab_size: int | None = None,
+) -> None:
+    """Check a sample's tensors against their specs and the contract.
+
+    Finite values (a logit may be -inf, a whole row may not), right padding, zeros beyond each row's real length, binary
+    masks, loss only on real tokens, ids in range, probabilities that sum to 1, packing within the row.
+
+    Args:
+        tensors: the sample.
+        specs: its ref's specs, already checked by `validate_eagle3_ref`.
+        sample_id: named in every error.
+        vocab_size: V; ids are also checked against the width of the logits.
+
+    Raises:
+        SampleCorrupt: names the feature, the position and the value of the first fault.
+    """
+    _check_specs(tensors, specs, sample_id)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            _check_finite(name, tensor, sample_id)
+    for name in _MASKS:
+        _check_range(name, tensors[name], 2, sample_id)
+    _check_padding(tensors, sample_id)
+    _check_ids(tensors, vocab_size, sample_id)
+    if "target_probs" in tensors:
+        _check_probabilities(tensors, sample_id)
+    if "seq_lens" in tensors:
+        _check_packing(tensors, sample_id)
+
+
+def _check_specs(tensors: Mapping[str, Tensor], specs: Mapping[str, FeatureSpec], sample_id: str) -> None:
+    if set(tensors) != set(specs):
+        raise SampleCorrupt(sample_id, "other features than its ref names", wanted=list(specs), got=list(tensors))
+    for name, spec in specs.items():
+        tensor = tensors[name]
+        got = FeatureSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        if got != spec:
+            wanted, found = (f"{side.dtype} {list(side.shape)}" for side in (spec, got))
+            raise SampleCorrupt(sample_id, f"{name} is not what its ref says", wanted=wanted, got=found)
+
+
+def _check_finite(name: str, tensor: Tensor, sample_id: str) -> None:
+    if name == "logits":
+        # The largest of a row is finite only without NaN and +inf, and with one token that is not banned.
+        worst = tensor.amax(-1)
+        _refuse_first(~worst.isfinite(), name, worst, "no finite largest value in the row", sample_id)
+        return
+    low, high = tensor.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        _refuse_first(~tensor.isfinite(), name, tensor, "not finite", sample_id)
+
+
+def _check_range(name: str, tensor: Tensor, bound: int, sample_id: str) -> None:
+    low, high = tensor.aminmax()
+    if low < 0 or high >= bound:
+        _refuse_first((tensor < 0) | (tensor >= bound), name, tensor, f"not from 0 to {bound - 1}", sample_id)
+
+
+def _check_padding(tensors: Mapping[str, Tensor], sample_id: str) -> None:
+    real = tensors["attention_mask"].bool()
+    holes = torch.cat([~real[:, :1], real[:, 1:] & ~real[:, :-1]], dim=1)
+    _refuse_first(holes, "attention_mask", real.long(), "not a run of ones from the row's start", sample_id)
+    next_real = shift_left(real)
+    for name, tensor in tensors.items():
+        feature = EAGLE3_FEATURES[name]
+        if feature.axes[:2] == ("B", "S") and name not in ("position_ids", "doc_remaining"):
+            outside = ~(next_real if feature.shifted else real)
+            rows = tensor[outside]
+            if rows.any():
+                bad = outside.clone()
+                bad[outside] = rows.flatten(1).any(-1) if rows.ndim > 1 else rows.bool()
+                _refuse_first(bad, name, None, "not zero beyond the row's real length", sample_id)
+
+
+def shift_left(values: Tensor) -> Tensor:
+    """[B, S] moved left by one, with a zero tail: what the contract calls shifted."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+
+
+def _check_ids(tensors: Mapping[str, Tensor], vocab_size: int | None, sample_id: str) -> None:
+    widths = [tensors["logits"].shape[-1]] if "logits" in tensors else []
+    bound = min([*widths, vocab_size or torch.iinfo(torch.int64).max])
+    _check_range("input_ids", tensors["input_ids"], bound, sample_id)
+
+
+def _check_probabilities(tensors: Mapping[str, Tensor], sample_id: str) -> None:
+    probs, loss = tensors["target_probs"], tensors["loss_mask"].bool()
+    tolerance = _PROBABILITY_TOLERANCE[probs.dtype]
+    low, high = probs.aminmax()
+    if low < 0 or high > 1 + tolerance:
+        _refuse_first((probs < 0) | (probs > 1 + tolerance), "target_probs", probs, "no probability", sample_id)
+    sums = probs.sum(-1, dtype=torch.float32)
+    wrong = shift_left(tensors["attention_mask"].bool()) & ((sums - 1).abs() > tolerance)
+    _refuse_first(wrong, "target_probs", sums, "the row does not sum to 1", sample_id)
+    stray = tensors["position_mask"][..., 0] & ~loss
+    _refuse_first(stray, "position_mask", None, "set where loss_mask is 0", sample_id)
+
+
+def _check_packing(tensors: Mapping[str, Tensor], sample_id: str) -> None:
+    length = tensors["input_ids"].shape[1]
+    for name, bound in (("position_ids", length), ("seq_lens", length + 1), ("doc_remaining", length)):
+        _check_range(name, tensors[name], bound, sample_id)
+    sums = tensors["seq_lens"].sum(-1)
+    _refuse_first(sums > length, "seq_lens", sums, f"documents longer than the row of {length}", sample_id)
+
+
+def _refuse_first(bad: Tensor, name: str, values: Tensor | None, what: str, sample_id: str) -> None:
+    if not bad.any():
+        return
+    position = bad.nonzero()[0].tolist()
+    got = f"{int(bad.sum())} such, the first at {position}"
+    if values is not None:
+        got += f": {values[tuple(position)].item():g}"
+    raise SampleCorrupt(sample_id, f"{name}: {what}", got=got)

@@ -1,0 +1,37 @@
+"""Its presence lets tests import helpers that lie in this folder. Fixtures: one queue a kind; a server runs once."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+# Several processes share a test machine's cores: threads that spin for each other make everything slow. Set before
+# torch is imported, here and in every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+
+import queue_servers
+from eaglefeed.queue.connection import QueueClient
+
+
+@pytest.fixture(scope="session")
+def clients() -> Iterator[dict[str, QueueClient]]:
+    """Kind → connection, for each real server that is installed."""
+    with ExitStack() as stack:
+        yield {
+            kind: stack.enter_context(queue_servers.connected(binary))
+            for kind, binary in queue_servers.real_servers().items()
+        }
+
+
+@pytest.fixture(params=["memory", "fakeredis", "valkey", "redis"])
+def bench(request: pytest.FixtureRequest) -> queue_servers.Bench:
+    """Queues of one kind, in a run of the test's own."""
+    if request.param == "memory":
+        return queue_servers.memory_bench()
+    if request.param == "fakeredis":
+        return queue_servers.fakeredis_bench()
+    clients = request.getfixturevalue("clients")
+    if request.param not in clients:
+        pytest.skip(f"no {request.param}-server is installed")
+    return queue_servers.real_bench(request.param, clients[request.param])
