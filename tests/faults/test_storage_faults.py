@@ -1,0 +1,263 @@
+"""Files that are cut, changed, unreadable or out of room: one clear error each, and nothing half-written left."""
+
+import errno
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import samples
+from eaglefeed.errors import ConfigError, SampleCorrupt, SampleMissing, StorageError, StoreFull
+from eaglefeed.schema.refs import SampleRef
+from eaglefeed.storage.header import parse_header, ref_of
+from eaglefeed.storage.shared_dir import SharedDirStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SharedDirStore]:
+    opened = SharedDirStore(tmp_path / "store")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def stored(store: SharedDirStore) -> tuple[SampleRef, Path]:
+    features = samples.tensors()
+    ref = store.put(samples.ref(features), features)
+    return ref, store.root / ref.feature_keys["input_ids"]
+
+
+def _left_over(store: SharedDirStore) -> list[str]:
+    return sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
+
+
+def test_other_programs_read_our_shards(store: SharedDirStore, stored: tuple[SampleRef, Path]) -> None:
+    found = safetensors.torch.load_file(stored[1])
+    assert all(torch.equal(found[name], tensor) for name, tensor in samples.tensors().items())
+
+
+def test_a_shard_is_as_readable_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        store = SharedDirStore(tmp_path / "store")
+        features = samples.tensors()
+        ref = store.put(samples.ref(features), features)
+        mode = stat.S_IMODE((store.root / ref.feature_keys["input_ids"]).stat().st_mode)
+        store.close()
+    finally:
+        os.umask(before)
+    assert mode == 0o640
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_a_shard_cut_short_is_corrupt_and_says_both_sizes(
+    store: SharedDirStore, stored: tuple[SampleRef, Path], keep: int
+) -> None:
+    ref, path = stored
+    data = path.read_bytes()
+    path.write_bytes(data[:keep])
+    with pytest.raises(SampleCorrupt, match=f"a-1.*wanted {len(data)} bytes, got {len(data[:keep])}"):
+        store.get(ref)
+    with pytest.raises(SampleCorrupt):
+        ref_of(parse_header(path.read_bytes(), path.stat().st_size, path.name), store.uri, path.name)
+
+
+def test_every_flipped_byte_of_the_tensors_is_found(store: SharedDirStore, stored: tuple[SampleRef, Path]) -> None:
+    ref, path = stored
+    data = bytearray(path.read_bytes())
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    for position in range(start, len(data), 97):
+        data[position] ^= 0x10
+        path.write_bytes(data)
+        with pytest.raises(SampleCorrupt, match=r"checksum of \w+ differs"):
+            store.get(ref)
+        data[position] ^= 0x10
+    path.write_bytes(data)
+    store.get(ref)
+
+
+def test_a_preallocated_file_of_zeros_is_corrupt(store: SharedDirStore, stored: tuple[SampleRef, Path]) -> None:
+    ref, path = stored
+    data = path.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    path.write_bytes(data[:start] + bytes(len(data) - start))
+    with pytest.raises(SampleCorrupt, match="checksum"):
+        store.get(ref)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b"\xff" * 9,
+    ],
+)
+def test_a_damaged_header_is_corrupt_and_never_a_crash(header: bytes) -> None:
+    data = struct.pack("<Q", len(header)) + header + bytes(64)
+    with pytest.raises(SampleCorrupt):
+        ref_of(parse_header(data, len(data), "x"), "file:///s", "x")
+
+
+@pytest.mark.parametrize("length", [2**63, 2**20 + 1, 57])
+def test_an_impossible_header_length_is_refused_before_it_is_read(length: int) -> None:
+    data = struct.pack("<Q", length) + bytes(48)
+    with pytest.raises(SampleCorrupt, match="header length"):
+        parse_header(data, len(data), "x")
+
+
+def test_overlapping_tensors_are_refused() -> None:
+    entry = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(8)
+    with pytest.raises(SampleCorrupt, match="overlap"):
+        parse_header(data, len(data), "x")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "00/../../x.1.safetensors",
+        "00/x.safetensors",
+        "zz/x.1.safetensors",
+        "",
+        "00\n/x.1.safetensors",
+    ],
+)
+def test_no_key_leaves_the_root(store: SharedDirStore, key: str) -> None:
+    ref = replace(samples.ref(), feature_keys=dict.fromkeys(samples.tensors(), key), stored_bytes=1)
+    for call in (store.get, store.header, store.delete, lambda each: store.put(each, samples.tensors())):
+        with pytest.raises(SampleCorrupt, match="impossible key"):
+            call(ref)
+
+
+def test_symbolic_links_are_not_followed(store: SharedDirStore, stored: tuple[SampleRef, Path], tmp_path: Path) -> None:
+    ref, path = stored
+    outside = tmp_path / "outside.safetensors"
+    path.rename(outside)
+    path.symlink_to(outside)
+    with pytest.raises(StorageError, match="cannot be opened"):
+        store.get(ref)
+    path.unlink()
+    folder = path.parent
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(StorageError):
+        store.put(samples.ref(sample_id="a-1", token=8), samples.tensors())
+    assert not list(tmp_path.glob("a-1.8*"))
+
+
+def test_a_pipe_in_place_of_a_shard_does_not_hang_the_reader(
+    store: SharedDirStore, stored: tuple[SampleRef, Path]
+) -> None:
+    ref, path = stored
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(SampleCorrupt, match="no regular file"):
+        store.get(ref)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_is_named_and_leaves_nothing_behind(
+    store: SharedDirStore, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    def fail(*_args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreFull, match="no room") as caught:
+        store.put(samples.ref(), samples.tensors())
+    assert caught.value.retryable
+    assert _left_over(store) == []
+
+
+def test_an_io_error_is_no_full_disk(store: SharedDirStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store.put(samples.ref(sample_id="warm"), samples.tensors())
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match="Input/output error") as caught:
+        store.put(samples.ref(), samples.tensors())
+    assert not isinstance(caught.value, StoreFull)
+    assert len(_left_over(store)) == 1
+
+
+def test_a_really_full_file_system(tmp_path: Path) -> None:
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small file system")
+    try:
+        store = SharedDirStore(mounted / "store")
+        features = samples.tensors(length=400, batch=4)
+        with pytest.raises(StoreFull, match="No space left on device"):
+            store.put(samples.ref(features, num_tokens=1600), features)
+        assert _left_over(store) == []
+        small = samples.tensors()
+        store.get(store.put(samples.ref(small), small))
+        store.close()
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_a_root_that_is_a_file_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="cannot be used as a store"):
+        SharedDirStore(tmp_path / "file")
+
+
+_WRITE_FOR_EVER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import samples
+from eaglefeed.storage.shared_dir import SharedDirStore
+store = SharedDirStore(sys.argv[1])
+features = samples.tensors(length=200)
+print("ready", flush=True)
+for token in range(10**6):
+    store.put(samples.ref(features, token=token, num_tokens=400), features)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_shards_and_marked_temporaries(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    command = [sys.executable, "-c", _WRITE_FOR_EVER, str(root), str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        store = SharedDirStore(root)
+        while len(list(store.scan())) < 20:
+            pass
+        writer.send_signal(signal.SIGKILL)
+    shards = list(store.scan())
+    for shard in shards:
+        path = root / shard.key
+        ref = ref_of(parse_header(path.read_bytes(), path.stat().st_size, path.name), store.uri, path.name)
+        store.get(ref)
+    others = [path.name for path in root.rglob("*") if path.is_file() and not path.name.endswith(".safetensors")]
+    assert all(name.startswith(".tmp-") for name in others)
+    store.close()
+
+
+def test_a_missing_folder_is_a_missing_sample(store: SharedDirStore) -> None:
+    with pytest.raises(SampleMissing):
+        store.get(replace(samples.ref(), stored_bytes=5))
