@@ -1,0 +1,164 @@
+"""Rows to chats: the two row forms people have, brought to one, or rejected with a reason. No tokens here."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from eaglefeed.schema.refs import safe_sample_id
+
+__all__ = ["Chat", "ChatIds", "RowFault", "parse_chat"]
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "tool": "tool",
+}
+_MAX_SLUG = 64
+
+
+class RowFault(Exception):
+    """Why one row cannot be used; the run goes on."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation.
+
+    Args:
+        sample_id: a safe sample id, made of the row's id or of its content.
+        messages: {"role": …, "content": str, …} in OpenAI's roles, other keys of a turn kept.
+        tools: the row's `tools`, for the template.
+        cut_off: the last answer was cut at a length ("finish": "length"), so the target did not end its turn there.
+    """
+
+    sample_id: str
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    cut_off: bool = False
+
+    def digest(self, num_messages: int | None = None) -> int:
+        """A digest of the content, or of its first messages."""
+        return xxhash.xxh3_64_intdigest(_canonical([self.messages[:num_messages], self.tools]))
+
+
+class ChatIds:
+    """Ids seen so far, with line and digest of each: some 200 bytes a row."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def is_new(self, chat: Chat, line: int) -> bool:
+        """Whether the chat is new; False for one with an id and content that came before.
+
+        Raises:
+            RowFault: its id came before, with another content; names both lines.
+        """
+        digest = chat.digest()
+        first_line, first_digest = self._seen.setdefault(chat.sample_id, (line, digest))
+        if first_digest != digest:
+            raise RowFault(f"id used before with another content: lines {first_line} and {line}")
+        return first_line == line
+
+
+def parse_chat(row: dict[str, Any]) -> Chat:
+    """Bring a row to one form: OpenAI `messages`, or ShareGPT `conversations` (from/value or role/content).
+
+    The sample id is the row's `id` (a string or an integer) where it is a safe one, else its safe characters and 8 hex
+    digits of it; without an id it is "row-" and a digest of the content, so it is the same in every run.
+
+    Raises:
+        RowFault: neither or both keys, an unknown role, or content that no template could render.
+    """
+    keys = [key for key in ("messages", "conversations") if key in row]
+    if len(keys) != 1:
+        found = sorted(row)[:10]
+        raise RowFault("both messages and conversations" if keys else f"no messages or conversations: keys {found}")
+    turns = row[keys[0]]
+    if not isinstance(turns, list) or not turns:
+        raise RowFault(f"{keys[0]} is no list of turns")
+    messages = [_message(index, turn) for index, turn in enumerate(turns)]
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise RowFault("tools is no list")
+    return Chat(_sample_id(row.get("id"), messages, tools), messages, tools, cut_off=row.get("finish") == "length")
+
+
+def _message(index: int, turn: object) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise RowFault(f"a turn is no object: turn {index}")
+    name, content_key = ("from", "value") if "from" in turn and "role" not in turn else ("role", "content")
+    role = turn.get(name)
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RowFault(f"unknown role {str(role)[:64]!r}: turn {index}")
+    message = {key: value for key, value in turn.items() if key not in (name, content_key)}
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(index, calls)
+    content = _content(index, turn.get(content_key), has_calls=bool(calls) and _ROLES[role] == "assistant")
+    return {"role": _ROLES[role], "content": content, **message}
+
+
+def _content(index: int, content: object, *, has_calls: bool) -> str:
+    if content is None and has_calls:
+        return ""
+    if content is None:
+        raise RowFault(f"content is null: turn {index}")
+    if isinstance(content, list):
+        content = "".join(_part(index, part) for part in content)
+    if not isinstance(content, str):
+        raise RowFault(f"content is neither text nor a list of text parts: turn {index}")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise RowFault(f"content is no valid Unicode (a lone surrogate): turn {index}") from None
+    return content
+
+
+def _part(index: int, part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise RowFault(f"content part that is no text ({str(kind)[:64]}): turn {index}")
+
+
+def _tool_calls(index: int, calls: object) -> list[Any]:
+    """OpenAI's form holds the arguments as a JSON string; templates want the object."""
+    if not isinstance(calls, list):
+        raise RowFault(f"tool_calls is no list: turn {index}")
+    return [_tool_call(index, call) for call in calls]
+
+
+def _tool_call(index: int, call: object) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowFault(f"a tool call without a function's name: turn {index}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise RowFault(f"tool call arguments are not JSON: turn {index}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _sample_id(row_id: object, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    if row_id is None:
+        return f"row-{xxhash.xxh3_64_hexdigest(_canonical([messages, tools]))}"
+    if isinstance(row_id, bool) or not isinstance(row_id, str | int):
+        raise RowFault(f"id is neither text nor an integer: {type(row_id).__name__}")
+    text = str(row_id)
+    try:
+        return safe_sample_id(text)
+    except ValueError:
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:_MAX_SLUG].strip("-") or "id"
+        return f"{slug}-{xxhash.xxh32_hexdigest(text.encode(errors='surrogatepass'))}"
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

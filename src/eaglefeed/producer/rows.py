@@ -1,0 +1,63 @@
+"""Rows on their way into a target: padding to the right, nothing beyond the real length, packing that adds up."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eaglefeed.errors import SchemaError
+
+__all__ = ["Rows", "check_packing", "right_padded"]
+
+
+class Rows(NamedTuple):
+    """[B, S] ids (int64), real tokens (bool) and loss mask (int64), padded on the right and zero there."""
+
+    input_ids: Tensor
+    real: Tensor
+    loss_mask: Tensor
+
+
+def right_padded(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *, may_move: bool) -> Rows:
+    """Bring rows to one form; padding before the real tokens is moved behind them if `may_move`.
+
+    Raises:
+        SchemaError: shapes that differ, masks that are not of 0 and 1, an empty row, or padding between real tokens.
+    """
+    shapes = {tuple(tensor.shape) for tensor in (input_ids, attention_mask, loss_mask)}
+    if len(shapes) != 1 or input_ids.ndim != 2:
+        raise SchemaError("ids and masks need one shape", wanted="[B, S]", got=sorted(shapes))
+    for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
+        if not ((mask == 0) | (mask == 1)).all():
+            raise SchemaError(f"{name} is no mask", wanted="0 and 1")
+    real, length = attention_mask.bool(), input_ids.shape[1]
+    first = real.long().argmax(-1, keepdim=True)
+    order = (torch.arange(length, device=real.device) + first) % length
+    moved = real.gather(1, order)
+    if not torch.equal(moved, torch.arange(length, device=real.device) < real.sum(-1, keepdim=True)):
+        raise SchemaError("padding between real tokens", wanted="one run of ones a row of attention_mask")
+    if not moved[:, 0].all():
+        raise SchemaError("a row without tokens", wanted="at least one a row")
+    if not may_move and first.any():
+        raise SchemaError("packed rows with padding before their tokens", wanted="padding on the right")
+    ids, loss = (tensor.long().gather(1, order) * moved for tensor in (input_ids, loss_mask))
+    return Rows(ids, moved, loss)
+
+
+def check_packing(position_ids: Tensor, seq_lens: Tensor, doc_remaining: Tensor, real: Tensor) -> None:
+    """Check that documents fill their row, that positions restart with each, and what remains of each.
+
+    Raises:
+        SchemaError: they do not.
+    """
+    length, ends = real.shape[1], seq_lens.cumsum(-1)
+    if (seq_lens < 0).any() or (ends[:, -1] != length).any():
+        wanted = f"a sum of {length} (padding counts to the last document)"
+        raise SchemaError("seq_lens do not fill the row", wanted=wanted, got=ends[:, -1].tolist())
+    columns = torch.arange(length, device=real.device).expand_as(real).contiguous()
+    document = torch.searchsorted(ends, columns, right=True)
+    if not torch.equal(columns - (ends - seq_lens).gather(1, document), position_ids):
+        raise SchemaError("position_ids do not restart at 0 with each of seq_lens")
+    real_ends = ends.gather(1, document).minimum(real.sum(-1, keepdim=True))
+    if not torch.equal((real_ends - 1 - columns).clamp(min=0), doc_remaining):
+        raise SchemaError("doc_remaining is not the number of real tokens after each in its document")

@@ -1,0 +1,169 @@
+"""Conversation files as people bring them: every row is used, counted as a duplicate, or rejected with its line."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eaglefeed.errors import InputError
+from eaglefeed.producer.conversations import Conversation, batches, read_conversations, to_prompt
+from eaglefeed.producer.jsonl import ReadReport
+from eaglefeed.schema.prompt import decode_prompt, encode_prompt
+from tiny_target import STRICT, tiny_tokenizer, turns
+
+TOKENIZER = tiny_tokenizer()
+
+
+def row(row_id: Any, *contents: str) -> bytes:
+    return json.dumps({"id": row_id, "messages": turns(*contents)}, ensure_ascii=False).encode()
+
+
+def write(folder: Path, *lines: bytes, end: bytes = b"\n") -> Path:
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join(lines) + end)
+    return path
+
+
+def read(path: Path, **options: Any) -> tuple[list[Conversation], ReadReport]:
+    report = ReadReport()
+    tokenizer = options.pop("tokenizer", TOKENIZER)
+    return list(read_conversations(path, tokenizer, report, **{"max_length": 512} | options)), report
+
+
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path):
+    lines = (row("a", "hi", "ok"), row("b", "x", "y"))
+    plain, _ = read(write(tmp_path, *lines))
+    marked, report = read(write(tmp_path, b"\xef\xbb\xbf" + lines[0], lines[1]))
+    assert marked == plain
+    assert report.accepted == len(plain) == 2
+
+
+def test_a_byte_order_mark_elsewhere_is_text(tmp_path: Path):
+    found, _ = read(write(tmp_path, row("a", "hi", "\ufeffok")))
+    assert sum(found[0].loss_mask) == 3 + 2 + 1
+
+
+def test_lines_end_at_a_line_feed_alone(tmp_path: Path):
+    odd = "x\u2028y\u0085z\u2029"
+    found, report = read(write(tmp_path, row("a", "q", "1"), row("b", odd, "2"), row("c", "q", "3"), b"{bad"))
+    assert [conversation.sample_id for conversation in found] == ["a", "b", "c"]
+    assert odd in TOKENIZER.decode(found[1].input_ids)
+    assert report.rejections[0].line == 4
+
+
+def test_blank_lines_carriage_returns_and_a_missing_last_line_feed_are_no_faults(tmp_path: Path):
+    found, report = read(write(tmp_path, row("a", "hi", "ok") + b"\r", b"", b"  ", row("b", "x", "y"), end=b""))
+    assert [conversation.line for conversation in found] == [1, 4]
+    assert report.rejected == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"id": "a", ', "not JSON"),
+        (b"[" * 100_000, "not JSON: nested too deeply"),
+        (b'{"id": "\xff"}', "not UTF-8: byte 8"),
+        (b"[1, 2]", "not an object: list"),
+        (b'"text"', "not an object: str"),
+        (b'{"id": "r", "prompt": "x"}', "no messages or conversations: keys ['id', 'prompt']"),
+        (row("r", "hi", "ok").replace(b"assistant", b"oracle"), "unknown role 'oracle': turn 1"),
+        (row("r", "hi"), "no assistant turn"),
+    ],
+)
+def test_a_bad_line_is_rejected_with_line_and_reason_and_the_rest_goes_on(tmp_path: Path, line: bytes, reason: str):
+    found, report = read(write(tmp_path, row("a", "hi", "ok"), line, row("b", "x", "y")))
+    assert [conversation.sample_id for conversation in found] == ["a", "b"]
+    assert (report.accepted, report.rejected, report.duplicates) == (2, 1, 0)
+    assert report.rejections[0].line == 2
+    assert report.rejections[0].reason.startswith(reason)
+
+
+def test_a_template_that_refuses_one_row_does_not_stop_the_run(tmp_path: Path):
+    bad = json.dumps({"id": "bad", "messages": [*turns("a"), *turns("b", "c")]}).encode()
+    found, report = read(write(tmp_path, bad, row("good", "a", "b")), tokenizer=tiny_tokenizer(STRICT))
+    assert [conversation.sample_id for conversation in found] == ["good"]
+    assert report.rejections == [(1, "bad", "the template refuses it: roles must alternate")]
+
+
+def test_a_line_over_the_limit_is_rejected_unread_and_the_next_is_fine(tmp_path: Path):
+    huge = row("huge", "a " * 8_000_000, "ok")
+    path = write(tmp_path, huge, row("b", "x", "y"))
+    tracemalloc.start()
+    found, report = read(path, max_line_bytes=100_000)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(conversation.sample_id, conversation.line) for conversation in found] == [("b", 2)]
+    assert report.rejections == [(1, "", "line too large: over 100000 bytes")]
+    assert peak_bytes < len(huge) / 2
+
+
+def test_a_line_just_within_the_limit_is_read(tmp_path: Path):
+    line = row("a", "hi", "ok")
+    assert len(read(write(tmp_path, line), max_line_bytes=len(line))[0]) == 1
+    with pytest.raises(InputError, match="line too large"):
+        read(write(tmp_path, line), max_line_bytes=len(line) - 1)
+
+
+def test_the_same_row_twice_is_one_sample_and_another_of_its_id_is_rejected(tmp_path: Path):
+    found, report = read(write(tmp_path, row("x", "a", "b"), row("x", "c", "d"), row("x", "a", "b")))
+    assert len(found) == 1
+    assert (report.accepted, report.duplicates, report.rejected) == (1, 1, 1)
+    assert report.rejections[0].reason == "id used before with another content: lines 1 and 2"
+
+
+def test_truncation_comes_before_the_check_for_loss_tokens(tmp_path: Path):
+    # "x" * 100 as the user's turn: the answer begins at token 5 + 1 + 100 + 2 + 11 = 119
+    path = write(tmp_path, row("long", "x" * 100, "yes"), row("short", "x", "yes"))
+    found, report = read(path, max_length=119)
+    assert [conversation.sample_id for conversation in found] == ["short"]
+    assert report.reasons == {"no loss tokens after truncation": 1}
+    found, _ = read(path, max_length=120)
+    assert (len(found[0].input_ids), sum(found[0].loss_mask)) == (120, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes):
+    path = tmp_path / "empty.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="no rows in it"):
+        read(path)
+
+
+def test_a_file_without_one_usable_row_is_an_error_that_names_the_first_fault(tmp_path: Path):
+    with pytest.raises(InputError, match="2 rejected, the first at line 1: not JSON"):
+        read(write(tmp_path, b"{", b"{"))
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path):
+    with pytest.raises(InputError, match="cannot be read, got No such file"):
+        read(tmp_path / "none.jsonl")
+
+
+def test_kept_rejections_are_bounded_and_their_counts_exact(tmp_path: Path):
+    _, report = read(write(tmp_path, *[b"{"] * 1500, row("a", "hi", "ok")))
+    assert len(report.rejections) == 1000
+    assert report.rejected == report.reasons["not JSON"] == 1500
+
+
+def test_rows_of_like_length_share_a_batch_and_none_is_lost(tmp_path: Path):
+    lines = [row(f"r{n}", "x" * (n * 7 % 50), "y") for n in range(50)]
+    found, _ = read(write(tmp_path, *lines))
+    groups = list(batches(iter(found), 4))
+    assert sorted(one.sample_id for group in groups for one in group) == sorted(one.sample_id for one in found)
+    assert [len(group) for group in groups] == [4] * 12 + [2]
+    spread = [len(group[-1].input_ids) - len(group[0].input_ids) for group in groups]
+    assert max(spread) <= 6
+
+
+def test_prompts_carry_the_rows_and_have_ids_of_their_own(tmp_path: Path):
+    found, _ = read(write(tmp_path, row("a", "hi", "ok"), row("b", "x", "y"), row("c", "x", "y")))
+    facts = {"tokenizer_fingerprint": "t", "template_fingerprint": "c", "max_length": 512}
+    single, pair, other = (to_prompt(rows, **facts) for rows in (found[:1], found[:2], [found[0], found[2]]))
+    assert single.sample_id == "a"
+    assert pair.sample_id.startswith("a.b2-")
+    assert len({single.sample_id, pair.sample_id, other.sample_id}) == 3
+    assert decode_prompt(encode_prompt(pair)) == pair
+    assert pair.rows[1].input_ids == found[1].input_ids
+    assert pair.num_tokens == sum(len(conversation.input_ids) for conversation in found[:2])
