@@ -1,0 +1,72 @@
+"""The app: its commands, its exit codes, and `section.field=value` on every command line."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from eaglefeed.cli import answers, demo, feed, produce, queue, train, validate, vocab
+from eaglefeed.errors import (
+    ConfigError,
+    EaglefeedError,
+    InputError,
+    NoProducers,
+    QueueUnavailable,
+    SampleCorrupt,
+    SchemaError,
+    StoreFull,
+    TargetUnavailable,
+    UnsafeServer,
+)
+
+__all__ = ["EXIT_CODES", "app", "exit_code", "main"]
+
+EXIT_CODES: tuple[tuple[type[EaglefeedError], int], ...] = (
+    (ConfigError, 2),
+    (InputError, 3),
+    (SchemaError, 3),
+    (SampleCorrupt, 3),
+    (QueueUnavailable, 4),
+    (UnsafeServer, 4),
+    (NoProducers, 4),
+    (StoreFull, 4),
+    (TargetUnavailable, 4),
+)
+"""0 ok, 2 usage or configuration, 3 validation failed, 4 a dependency is out of reach, 130 interrupted, else 1."""
+
+_OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=.*|redis_url=.*", re.DOTALL)
+
+app = typer.Typer(
+    name="eaglefeed",
+    help="Stream EAGLE-3 supervision from target models to draft trainers. The order of the work: answers, vocab, "
+    "feed, produce, train. Every command takes section.field=value, such as target.dtype=float32.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+app.command("demo")(demo.demo)
+app.command("answers")(answers.answers)
+app.command("vocab")(vocab.vocab)
+app.command("feed")(feed.feed)
+app.command("produce")(produce.produce)
+app.command("train")(train.train)
+app.command("validate")(validate.validate)
+app.add_typer(queue.app, name="queue")
+
+
+def exit_code(error: EaglefeedError) -> int:
+    """The exit code that a class of errors has."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code; an error that a user can cause is one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
+    try:
+        app(args=[word for word in words if word not in overrides], prog_name="eaglefeed", obj=overrides)
+    except EaglefeedError as error:
+        sys.stderr.write(f"eaglefeed: {error}\n")
+        sys.exit(exit_code(error))

@@ -1,0 +1,127 @@
+"""What the commands share: options, settings, the run's queues and store, a clean stop on a signal."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from eaglefeed import logs
+from eaglefeed.config import Settings, load_settings
+from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.storage.base import FeatureStore, open_store
+
+__all__ = [
+    "ConfigOption",
+    "JsonOption",
+    "RedisOption",
+    "RunOption",
+    "RunQueues",
+    "StoreOption",
+    "TargetOption",
+    "emit",
+    "open_queues",
+    "opened_store",
+    "read_settings",
+    "stop_on_signals",
+    "worker_name",
+]
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+RunOption = Annotated[str | None, typer.Option("--run", help="Id of the run.")]
+RedisOption = Annotated[
+    str | None, typer.Option("--redis", help="Address of the queue; else EAGLEFEED_REDIS_URL, else a local server.")
+]
+StoreOption = Annotated[str | None, typer.Option("--store", help="Folder or address of the store.")]
+TargetOption = Annotated[str | None, typer.Option("--target", help="Hugging Face id or local folder of the target.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class RunQueues:
+    """The two queues of a run, and the address they lie at (without a password)."""
+
+    prompts: LeaseQueue
+    samples: LeaseQueue
+
+
+def read_settings(ctx: typer.Context, config: Path | None, **options: object) -> Settings:
+    """The settings of a command, and its logging.
+
+    Args:
+        ctx: carries the `section.field=value` words.
+        config: the YAML file.
+        options: "section__field" or "redis_url" → value, None where the option was not given; `section.field=value`
+            on the command line wins over them.
+    """
+    given = [
+        f"{name.replace('__', '.')}={json.dumps(value if isinstance(value, int | float) else str(value))}"
+        for name, value in options.items()
+        if value is not None
+    ]
+    settings = load_settings(config, [*given, *(ctx.obj or [])])
+    logs.configure(run=settings.run.id)
+    return settings
+
+
+@contextmanager
+def open_queues(settings: Settings, *, max_wait_s: float = 30.0) -> Iterator[RunQueues]:
+    """Connect to the run's queues; without an address, find or start the local server of the run's folder."""
+    with ExitStack() as stack:
+        if settings.redis_url:
+            client = connect(settings.redis_url, password_file=settings.queue.password_file, max_wait_s=max_wait_s)
+        else:
+            server = stack.enter_context(EmbeddedServer(settings.run_dir / "queue"))
+            client = connect(server.url, max_wait_s=max_wait_s)
+        stack.callback(client.close)
+        yield RunQueues(open_queue(client, settings.run.id, "prompts"), open_queue(client, settings.run.id, "samples"))
+
+
+@contextmanager
+def opened_store(settings: Settings) -> Iterator[FeatureStore]:
+    """The run's store."""
+    store = open_store(settings.store_uri)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM calls `stop` (drain), the second raises KeyboardInterrupt."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        sys.stderr.write("eaglefeed: finishing the item in hand; once more to stop now\n")
+        stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def worker_name() -> str:
+    """A name that is this process's alone."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def emit(as_json: bool, document: dict[str, Any], lines: list[str]) -> None:
+    """Print a result: one JSON object, or lines for people."""
+    sys.stdout.write(json.dumps(document, default=str) + "\n" if as_json else "".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

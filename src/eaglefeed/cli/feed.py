@@ -1,0 +1,161 @@
+"""`eaglefeed feed`: conversations into the prompts queue."""
+
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple
+
+import msgpack
+import typer
+
+from eaglefeed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    RedisOption,
+    RunOption,
+    StoreOption,
+    TargetOption,
+    emit,
+    open_queues,
+    opened_store,
+    read_settings,
+)
+from eaglefeed.cli.reports import describe_read, human_bytes
+from eaglefeed.clock import SYSTEM_CLOCK
+from eaglefeed.config import Settings
+from eaglefeed.errors import QueueFull
+from eaglefeed.producer.jsonl import ReadReport
+from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
+from eaglefeed.storage.base import StoreHealth
+
+__all__ = ["feed", "queue_limits"]
+
+_CHUNK = 500
+_HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
+
+
+class Estimate(NamedTuple):
+    """What the run will take: work items, tokens, bytes of all samples, bytes of the largest."""
+
+    items: int
+    tokens: int
+    num_bytes: int
+    largest_bytes: int
+
+
+def feed(
+    ctx: typer.Context,
+    conversations: Annotated[Path, typer.Argument(help="JSONL with finished conversations.")],
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of like length in one sample.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens that a row is cut to.")] = None,
+    keep_open: Annotated[bool, typer.Option("--keep-open", help="More will be fed: do not close the prompts.")] = False,
+    run: RunOption = None,
+    redis: RedisOption = None,
+    store: StoreOption = None,
+    target: TargetOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokenize conversations with the target's chat template and queue them for producers."""
+    settings = read_settings(
+        ctx,
+        config,
+        run__id=run,
+        redis_url=redis,
+        store__uri=store,
+        target__name=target,
+        feed__batch_size=batch_size,
+        feed__max_length=max_length,
+        feed__keep_open=keep_open or None,
+    )
+    report = ReadReport()
+    with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
+        estimate = _tokenize(settings, conversations, report, spool)
+        limits = queue_limits(settings, shards.health())
+        document, lines = describe_read(report, conversations)
+        lines += _say(estimate, limits, shards.health(), settings.store_uri)
+        if not as_json:
+            emit(False, {}, lines)
+        with open_queues(settings) as queues:
+            queues.prompts.configure(limits)
+            queues.samples.configure(limits)
+            accepted, known = _put_all(queues.prompts, spool)
+            if not settings.feed.keep_open:
+                queues.prompts.close()
+    document |= estimate._asdict() | {"queued": accepted, "known": known, "run": settings.run.id}
+    emit(as_json, document, [f"run {settings.run.id}: queued {accepted} items, {known} were queued before"])
+
+
+def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
+    """The configured bounds, and never more bytes than 80 % and 60 % of what the store has free now."""
+    queue = settings.queue
+    return QueueLimits(
+        max_depth=queue.max_depth,
+        high_count=queue.high_count,
+        low_count=queue.low_count,
+        high_bytes=min(queue.high_bytes, int(_HIGH_SHARE * health.free_bytes)),
+        low_bytes=min(queue.low_bytes, int(_LOW_SHARE * health.free_bytes)),
+        max_deliveries=queue.max_deliveries,
+    )
+
+
+def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
+    """Write every work item to the spool, so that all is known before the first one is queued."""
+    from eaglefeed.cli.targets import target_tokenizer
+    from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
+    from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
+    from eaglefeed.producer.sizes import sample_bytes, target_sizes
+    from eaglefeed.schema.prompt import encode_prompt
+
+    tokenizer = target_tokenizer(settings)
+    sizes = target_sizes(settings.target.name, settings.target.cache_dir)
+    fingerprints = {
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "template_fingerprint": template_fingerprint(tokenizer),
+    }
+    max_length = min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
+    draft_size = settings.draft.vocab_size if settings.produce.supervision == "target_probs" else None
+    items = tokens = total = largest = 0
+    rows = read_conversations(path, tokenizer, report, max_length=max_length)
+    for group in batches(rows, settings.feed.batch_size):
+        prompt = to_prompt(group, **fingerprints, max_length=max_length)
+        spool.write(msgpack.packb([prompt.sample_id, encode_prompt(prompt)]))
+        size = sample_bytes(prompt, sizes, dtype=settings.target.dtype, draft_vocab_size=draft_size)
+        items, tokens, total = items + 1, tokens + prompt.num_tokens, total + size
+        largest = max(largest, size)
+    spool.seek(0)
+    return Estimate(items, tokens, total, largest)
+
+
+def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:
+    at_once = min(estimate.num_bytes, limits.high_bytes)
+    lines = [
+        f"{estimate.items} items, {estimate.tokens} tokens",
+        f"samples take {human_bytes(estimate.num_bytes)} in all, the largest {human_bytes(estimate.largest_bytes)}",
+        f"{uri}: at most {human_bytes(at_once)} at once, {human_bytes(health.free_bytes)} are free",
+    ]
+    if estimate.largest_bytes > limits.high_bytes:
+        lines.append("warning: one sample is larger than the high mark; free space, or lower feed.max_length")
+    return lines
+
+
+def _put_all(prompts: LeaseQueue, spool: IO[bytes]) -> tuple[int, int]:
+    accepted = known = 0
+    items = (QueueItem(sample_id, payload) for sample_id, payload in msgpack.Unpacker(spool, max_buffer_size=2**31 - 1))
+    while chunk := list(islice(items, _CHUNK)):
+        result = _put(prompts, chunk)
+        accepted, known = accepted + result[0], known + result[1]
+    return accepted, known
+
+
+def _put(prompts: LeaseQueue, chunk: list[QueueItem]) -> tuple[int, int]:
+    """Put a chunk; a full queue is waited for, as long as somebody works on it the wait ends."""
+    while True:
+        try:
+            result = prompts.put(chunk)
+        except QueueFull as error:
+            sys.stderr.write(f"eaglefeed: {error}\n")
+            SYSTEM_CLOCK.sleep(error.retry_after_s)
+        else:
+            return result.accepted, result.duplicate

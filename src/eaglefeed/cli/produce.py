@@ -1,0 +1,134 @@
+"""`eaglefeed produce`: run the target over prompts."""
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglefeed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    RedisOption,
+    RunOption,
+    StoreOption,
+    TargetOption,
+    emit,
+    open_queues,
+    opened_store,
+    read_settings,
+    stop_on_signals,
+    worker_name,
+)
+from eaglefeed.cli.reports import human_bytes
+from eaglefeed.config import Settings
+from eaglefeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from eaglefeed.producer.target import HFEagle3TargetModel
+    from eaglefeed.schema.contract import RunContract
+    from eaglefeed.schema.vocab import VocabMapping
+
+__all__ = ["produce"]
+
+
+def produce(
+    ctx: typer.Context,
+    vocab: Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map: store target_probs over it.")] = None,
+    run: RunOption = None,
+    redis: RedisOption = None,
+    store: StoreOption = None,
+    target: TargetOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Lease prompts, run the target, write shards and hand them to the trainers, until the prompts are drained."""
+    settings = read_settings(
+        ctx,
+        config,
+        run__id=run,
+        redis_url=redis,
+        store__uri=store,
+        target__name=target,
+        produce__vocab=vocab,
+        produce__supervision="target_probs" if vocab else None,
+    )
+    mapping = _mapping(settings)
+    from eaglefeed.cli.targets import target_model
+    from eaglefeed.producer.target import HFEagle3TargetModel
+    from eaglefeed.producer.worker import ProducerWorker
+
+    stop = threading.Event()
+    with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
+        model = target_model(settings)
+        backend = HFEagle3TargetModel(model, settings.target.aux_layer_ids)
+        if mapping is not None:
+            backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
+        worker = ProducerWorker(
+            prompts=queues.prompts,
+            samples=queues.samples,
+            store=shards,
+            target=backend,
+            contract=_contract(settings, model, backend, mapping),
+            assets=lambda: _assets(backend, mapping),
+            run_id=settings.run.id,
+            name=worker_name(),
+            lease_batch=settings.produce.lease_batch,
+            visibility_timeout_s=settings.queue.visibility_timeout_s,
+            max_lease_age_s=settings.queue.max_lease_age_s,
+            max_attempts=settings.queue.max_deliveries,
+        )
+        stats = worker.run(stop)
+    line = (
+        f"produced {stats.produced} samples ({stats.num_tokens} tokens, {human_bytes(stats.num_bytes)}), "
+        f"{stats.dead} dead, {stats.retried} retried, {stats.returned} given back, {stats.stale} stale, "
+        f"waited {stats.paused_s:.1f} s for room"
+    )
+    emit(as_json, asdict(stats), [line])
+
+
+def _mapping(settings: Settings) -> "VocabMapping | None":
+    if settings.produce.supervision == "logits":
+        return None
+    if settings.produce.vocab is None:
+        fix = "make one with `eaglefeed vocab` and pass it with --vocab"
+        raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
+    from eaglefeed.schema.vocab import VocabMapping
+
+    return VocabMapping.load(settings.produce.vocab)
+
+
+def _assets(
+    backend: "HFEagle3TargetModel", mapping: "VocabMapping | None"
+) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    tensors, metadata = backend.target_assets()
+    return (tensors | {"t2d": mapping.t2d} if mapping else tensors), metadata
+
+
+def _contract(
+    settings: Settings, model: "PreTrainedModel", backend: "HFEagle3TargetModel", mapping: "VocabMapping | None"
+) -> "RunContract":
+    from eaglefeed.cli.targets import target_tokenizer
+    from eaglefeed.producer.loading import target_fingerprint, template_fingerprint, tokenizer_fingerprint
+    from eaglefeed.schema.contract import RunContract
+    from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
+
+    tokenizer = target_tokenizer(settings)
+    return RunContract(
+        target=settings.target.name,
+        target_fingerprint=target_fingerprint(model),
+        dtype=settings.target.dtype,
+        hidden_size=backend.hidden_size,
+        vocab_size=backend.vocab_size,
+        aux_layer_ids=backend.aux_layer_ids,
+        supervision=settings.produce.supervision,
+        vocab_map_digest=mapping.digest if mapping else "",
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        template_fingerprint=template_fingerprint(tokenizer),
+        max_length=settings.feed.max_length,
+        schema_version=EAGLE3_SCHEMA_VERSION,
+    )

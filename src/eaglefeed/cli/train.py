@@ -1,0 +1,159 @@
+"""`eaglefeed train`: the reference trainer on a stream."""
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eaglefeed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    RedisOption,
+    RunOption,
+    RunQueues,
+    StoreOption,
+    emit,
+    open_queues,
+    opened_store,
+    read_settings,
+    stop_on_signals,
+    worker_name,
+)
+from eaglefeed.config import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eaglefeed.consumer.run import RunAssets
+    from eaglefeed.consumer.stream import SampleStream
+    from eaglefeed.consumer.trainer import DraftTrainer, StepResult
+    from eaglefeed.storage.base import FeatureStore
+
+__all__ = ["build_trainer", "train"]
+
+
+def train(
+    ctx: typer.Context,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of checkpoints and the draft.")] = None,
+    vocab: Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map, for a run that stores logits.")] = None,
+    run: RunOption = None,
+    redis: RedisOption = None,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a draft on the run's samples until they are drained, and export it for servers."""
+    settings = read_settings(
+        ctx, config, run__id=run, redis_url=redis, store__uri=store, train__output=output, draft__vocab=vocab
+    )
+    import torch
+
+    from eaglefeed.consumer.run import TrainingRun, wait_for_run
+
+    if settings.train.num_threads:
+        torch.set_num_threads(settings.train.num_threads)
+    stop = threading.Event()
+    with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
+        assets = wait_for_run(shards, timeout_s=settings.train.start_timeout_s, stop=stop)
+        if assets is None:
+            return
+        trainer = build_trainer(settings, assets)
+        with _stream(settings, queues, shards, assets.contract.id) as stream, stop_on_signals(stream.stop):
+            training = TrainingRun(
+                trainer,
+                stream,
+                settings.train_output,
+                contract=assets.contract.id,
+                samples_per_step=settings.train.samples_per_step,
+                checkpoint_every=settings.train.checkpoint_every,
+                keep_checkpoints=settings.train.keep_checkpoints,
+                on_step=_say_step,
+            )
+            training.resume()
+            steps = training.train()
+            drained = queues.samples.stats().drained
+    document: dict[str, Any] = asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
+    lines = [f"trained {steps} steps on {stream.stats.acked} samples, at step {trainer.step_count}"]
+    if drained:
+        document["draft"] = str(_export(settings, trainer, assets))
+        lines.append(f"draft for servers: {document['draft']}")
+    else:
+        lines.append("stopped before the samples were drained: start it again to go on")
+    emit(as_json, document, lines)
+
+
+def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
+    """A draft that fits the target, started from what the target knows, and its optimizer.
+
+    Raises:
+        SchemaError: the vocabulary map is another target's.
+    """
+    from eaglefeed.consumer.draft import Eagle3Draft
+    from eaglefeed.consumer.draft_config import DraftConfig
+    from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
+
+    t2d = _vocabulary(settings, assets)
+    draft_config = DraftConfig.from_target_config(
+        assets.config, draft_vocab_size=int(t2d.sum()), ttt_steps=settings.draft.ttt_steps
+    )
+    draft = Eagle3Draft(draft_config, seed=settings.train.seed)
+    draft.initialize_from_target(
+        embed_tokens=assets.tensors["embed_tokens.weight"],
+        lm_head=assets.tensors["lm_head.weight"],
+        norm=assets.tensors.get("norm.weight"),
+        t2d=t2d,
+    )
+    optimizer = OptimizerSettings(
+        lr=settings.train.lr,
+        weight_decay=settings.train.weight_decay,
+        warmup_steps=settings.train.warmup_steps,
+        grad_clip=settings.train.grad_clip,
+    )
+    return DraftTrainer(draft, optimizer, device=settings.train.device)
+
+
+def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
+    import torch
+
+    from eaglefeed.schema.vocab import VocabMapping
+
+    if "t2d" in assets.tensors:
+        return assets.tensors["t2d"]
+    if settings.draft.vocab is not None:
+        return VocabMapping.load(settings.draft.vocab, vocab_size=assets.contract.vocab_size).t2d
+    return torch.ones(assets.contract.vocab_size, dtype=torch.bool)
+
+
+def _stream(settings: Settings, queues: RunQueues, store: "FeatureStore", contract: str) -> "SampleStream":
+    from eaglefeed.consumer.stream import SampleStream
+
+    return SampleStream(
+        queues.samples,
+        store,
+        consumer=worker_name(),
+        contract=contract,
+        prompts=queues.prompts,
+        visibility_timeout_s=settings.queue.visibility_timeout_s,
+        stall_timeout_s=settings.queue.stall_timeout_s,
+        max_lease_age_s=settings.queue.max_lease_age_s,
+        prefetch=settings.train.prefetch,
+        fail_without_producers=settings.train.no_producers == "fail",
+        producer_grace_s=settings.train.producer_grace_s,
+        device=settings.train.device,
+    )
+
+
+def _say_step(result: "StepResult") -> None:
+    accuracies = " ".join(f"{accuracy:.3f}" for accuracy in result.accuracies)
+    typer.echo(f"step {result.step} loss {result.loss:.4f} accuracy {accuracies}", err=True)
+
+
+def _export(settings: Settings, trainer: "DraftTrainer", assets: "RunAssets") -> Path:
+    from eaglefeed.consumer.export import export_draft
+
+    folder = settings.train_output / f"export-{trainer.step_count:09d}"
+    if folder.exists():  # of an earlier call on this finished run
+        return folder
+    return export_draft(trainer.draft, folder, target_config=assets.config, aux_layer_ids=assets.contract.aux_layer_ids)

@@ -1,0 +1,121 @@
+"""`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract."""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eaglefeed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    RedisOption,
+    RunOption,
+    StoreOption,
+    emit,
+    open_queues,
+    opened_store,
+    read_settings,
+)
+from eaglefeed.config import Settings
+from eaglefeed.errors import ConfigError, EaglefeedError, QueueUnavailable, SchemaError
+from eaglefeed.schema.eagle3 import validate_eagle3_ref
+from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
+from eaglefeed.storage.base import FeatureStore
+from eaglefeed.storage.header import HEADER_READ_BYTES, check_header, parse_header, ref_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["validate"]
+
+_SHARD = re.compile(r".+\.[0-9]+\.safetensors")
+_FAILED = 3
+_MAX_JSON_BYTES = 64 * 1024
+
+
+def validate(
+    ctx: typer.Context,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Shards, folders, or refs in JSON.")] = None,
+    queue: Annotated[bool, typer.Option("--queue", help="Check the refs of the run's samples queue.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Read the tensors too: checksums and values.")] = False,
+    run: RunOption = None,
+    redis: RedisOption = None,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check samples: headers and refs, or with --values the tensors too. One line a fault; exits 0 or 3."""
+    settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
+    if not paths and not queue:
+        raise ConfigError("nothing to validate", fix="pass shards, folders or refs, or --queue with --run")
+    checked, faults = 0, []
+    for name, check in chain(_in_paths(paths or [], values), _in_queue(settings, values) if queue else ()):
+        checked += 1
+        try:
+            check()
+        except QueueUnavailable:
+            raise
+        except (EaglefeedError, OSError) as error:
+            faults.append({"name": name, "fault": str(error), "kind": type(error).__name__})
+    lines = [f"{fault['name']}: {fault['kind']}: {fault['fault']}" for fault in faults]
+    emit(as_json, {"checked": checked, "faults": faults}, [*lines, f"{checked} checked, {len(faults)} with faults"])
+    if faults:
+        raise typer.Exit(_FAILED)
+
+
+def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    for path in paths:
+        if path.is_dir():
+            found = sorted(each for each in path.rglob("*.safetensors") if _SHARD.fullmatch(each.name))
+            if not found:
+                raise ConfigError(
+                    "no shards in this folder", subject=str(path), wanted="<sample_id>.<token>.safetensors"
+                )
+            yield from ((str(each), partial(_check_file, each, values)) for each in found)
+        elif path.suffix == ".json":
+            yield str(path), partial(_check_json, path)
+        elif path.is_file():
+            yield str(path), partial(_check_file, path, values)
+        else:
+            raise ConfigError("no such file or folder", subject=str(path))
+
+
+def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+    with open_queues(settings) as queues, opened_store(settings) as store:
+        for item in queues.samples.payloads():
+            yield item.id, partial(_check_payload, item.payload, store, values)
+
+
+def _check_file(path: Path, values: bool) -> None:
+    with path.open("rb") as file:
+        header = parse_header(file.read(HEADER_READ_BYTES), path.stat().st_size, path.name)
+    ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
+    validate_eagle3_ref(ref)
+    if values:
+        from eaglefeed.storage.shard import decode_shard
+
+        _check_values(ref, decode_shard(ref, bytearray(path.read_bytes())))
+
+
+def _check_json(path: Path) -> None:
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise SchemaError("too large for a ref", subject=str(path), wanted=f"at most {_MAX_JSON_BYTES} bytes")
+    validate_eagle3_ref(ref_from_json(path.read_bytes()))
+
+
+def _check_payload(payload: bytes, store: FeatureStore, values: bool) -> None:
+    ref = decode_ref(payload)
+    validate_eagle3_ref(ref)
+    check_header(store.header(ref), ref)
+    if values:
+        _check_values(ref, store.get(ref))
+
+
+def _check_values(ref: SampleRef, tensors: "dict[str, Tensor]") -> None:
+    from eaglefeed.schema.values import validate_eagle3_tensors
+
+    validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id)

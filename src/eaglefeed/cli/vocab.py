@@ -1,0 +1,44 @@
+"""`eaglefeed vocab`: choose the draft vocabulary."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eaglefeed.cli.common import ConfigOption, JsonOption, TargetOption, emit, read_settings
+from eaglefeed.cli.reports import describe_read
+
+__all__ = ["vocab"]
+
+
+def vocab(
+    ctx: typer.Context,
+    conversations: Annotated[Path, typer.Argument(help="JSONL with finished conversations.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the map goes (safetensors: t2d, d2t).")],
+    size: Annotated[int | None, typer.Option(min=1, help="Tokens of the draft vocabulary.")] = None,
+    target: TargetOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Count the tokens that are trained on and keep the most frequent, special tokens always."""
+    settings = read_settings(ctx, config, target__name=target, draft__vocab_size=size)
+    from eaglefeed.cli.targets import target_tokenizer
+    from eaglefeed.producer.counts import count_loss_tokens
+    from eaglefeed.producer.jsonl import ReadReport
+    from eaglefeed.producer.loading import reserved_token_ids
+    from eaglefeed.producer.sizes import target_sizes
+    from eaglefeed.schema.vocab import VocabMapping
+
+    tokenizer, report = target_tokenizer(settings), ReadReport()
+    width = target_sizes(settings.target.name, settings.target.cache_dir).vocab_size
+    counts = count_loss_tokens(conversations, tokenizer, report, max_length=settings.feed.max_length, vocab_size=width)
+    mapping = VocabMapping.from_counts(
+        counts, draft_vocab_size=settings.draft.vocab_size, vocab_size=width, always=reserved_token_ids(tokenizer)
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    mapping.save(output)
+    document, lines = describe_read(report, conversations)
+    coverage = mapping.coverage(counts)
+    document |= {"size": mapping.draft_vocab_size, "coverage": coverage, "distinct": int((counts > 0).sum())}
+    told = f"{output}: {mapping.draft_vocab_size} of {width} tokens, {coverage:.2%} of the tokens that are trained on"
+    emit(as_json, document, [*lines, told])

@@ -1,0 +1,1 @@
+"""Leases in, batches and a trained draft out."""

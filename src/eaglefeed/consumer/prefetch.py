@@ -1,0 +1,237 @@
+"""What happens ahead of the training loop: leasing refs, materializing them, and keeping their leases alive."""
+
+import queue
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from eaglefeed.clock import Clock
+from eaglefeed.errors import ContractMismatch, EaglefeedError, NoProducers, QueueUnavailable
+from eaglefeed.logs import get_logger
+from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue
+from eaglefeed.queue.renewal import LeaseRenewer
+from eaglefeed.schema.batch import Eagle3TargetBatch
+from eaglefeed.schema.eagle3 import validate_eagle3_ref
+from eaglefeed.schema.refs import SampleRef, decode_ref
+from eaglefeed.schema.values import validate_eagle3_tensors
+from eaglefeed.storage.base import FeatureStore
+
+__all__ = ["End", "Holdings", "Prefetcher", "Sample", "StreamStats"]
+
+_WAIT_S = 0.5
+_MAX_BACKOFF_S = 2.0
+_MAX_ATTEMPTS = 5
+
+log = get_logger(__name__)
+
+
+@dataclass
+class StreamStats:
+    """What became of every sample that a stream leased."""
+
+    delivered: int = 0
+    redelivered: int = 0
+    acked: int = 0
+    stale: int = 0
+    dead: int = 0
+    retried: int = 0
+    returned: int = 0
+    wait_s: float = 0.0
+
+
+class Sample(NamedTuple):
+    """A materialized sample and the lease it is held by."""
+
+    token: int
+    ref: SampleRef
+    batch: Eagle3TargetBatch
+    delivery_count: int
+
+
+class End(NamedTuple):
+    """Nothing more will come: the queue is drained, or this error stopped it."""
+
+    error: EaglefeedError | None
+
+
+class Holdings:
+    """The ids that this process holds, by lease; a lease is renewed as long as it holds one."""
+
+    def __init__(self, renewer: LeaseRenewer) -> None:
+        self._renewer = renewer
+        self._ids: dict[int, set[str]] = defaultdict(set)
+        self._lock = threading.Lock()
+
+    def add(self, token: int, ids: Iterable[str]) -> None:
+        """Hold these items of a lease from now on."""
+        with self._lock:
+            self._ids[token].update(ids)
+            self._renewer.add(token)
+
+    def settle(self, token: int, ids: Iterable[str]) -> None:
+        """These are no longer held."""
+        with self._lock:
+            self._ids[token].difference_update(ids)
+            if not self._ids[token]:
+                del self._ids[token]
+                self._renewer.forget(token)
+
+    def drain(self) -> dict[int, list[str]]:
+        """Stop holding anything; returns what was held."""
+        with self._lock:
+            held = {token: sorted(ids) for token, ids in self._ids.items()}
+            self._ids.clear()
+            for token in held:
+                self._renewer.forget(token)
+        return held
+
+
+class Prefetcher:
+    """A thread that fills a bounded buffer with materialized samples. SampleStream explains the arguments."""
+
+    def __init__(
+        self,
+        samples: LeaseQueue,
+        store: FeatureStore,
+        *,
+        consumer: str,
+        contract: str,
+        prompts: LeaseQueue | None,
+        holdings: Holdings,
+        stats: StreamStats,
+        visibility_timeout_s: float,
+        lease_batch: int,
+        prefetch: int,
+        fail_without_producers: bool,
+        producer_grace_s: float,
+        outage_s: float,
+        clock: Clock,
+    ) -> None:
+        self._samples, self._store, self._consumer, self._contract = samples, store, consumer, contract
+        self._prompts, self._holdings, self._stats = prompts, holdings, stats
+        self._timeout_s, self._lease_batch, self._outage_s = visibility_timeout_s, lease_batch, outage_s
+        self._fail_without_producers, self._grace_s, self._clock = fail_without_producers, producer_grace_s, clock
+        self._ready: queue.Queue[Sample | End] = queue.Queue(maxsize=prefetch)
+        self._stop = threading.Event()
+        self._alone_since: float | None = None
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name="eaglefeed-prefetch", daemon=True)
+        self._thread.start()
+
+    def get(self, timeout_s: float) -> Sample | End | None:
+        """The next sample, the end, or None after `timeout_s`."""
+        try:
+            return self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def stop(self, timeout_s: float) -> None:
+        """Lease no more, and wait for the item in hand."""
+        self._stop.set()
+        self._thread.join(timeout=timeout_s)
+
+    def _run(self) -> None:
+        end = End(None)
+        try:
+            while not self._stop.is_set() and self._lease_once():
+                pass
+        except EaglefeedError as error:
+            end = End(error)
+        except BaseException as error:
+            log.exception("prefetch_failed")
+            end = End(EaglefeedError("the stream's background thread failed, this is a bug", got=repr(error)))
+            raise
+        finally:
+            self._offer(end)
+
+    def _offer(self, entry: Sample | End) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(entry, timeout=_WAIT_S)
+            except queue.Full:
+                continue
+            return
+
+    def _lease_once(self) -> bool:
+        lease = self._ask()
+        if isinstance(lease, Lease):
+            self._alone_since = None
+            self._holdings.add(lease.token, [item.id for item in lease.items])
+            for item in lease.items:
+                if self._stop.is_set():
+                    return False
+                if sample := self._materialize(lease.token, item):
+                    self._offer(sample)
+            return True
+        self._look_for_producers()
+        return lease is not DrainState.DRAINED
+
+    def _ask(self) -> Lease | DrainState:
+        """Lease, and bear an outage of the queue for `outage_s`; a lost reply's lease just runs out."""
+        deadline = self._clock.monotonic() + self._outage_s
+        backoff_s = 0.1
+        while True:
+            try:
+                self._samples.beat("trainer", self._consumer)
+                lease = self._samples.lease(
+                    self._lease_batch, visibility_timeout_s=self._timeout_s, consumer=self._consumer, wait_s=_WAIT_S
+                )
+            except QueueUnavailable as error:
+                if self._clock.monotonic() > deadline or self._stop.is_set():
+                    raise
+                log.warning("queue_unavailable", reason=str(error))
+                self._clock.sleep(random.uniform(0, backoff_s))  # noqa: S311  jitter, not a secret
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            else:
+                return lease if isinstance(lease, Lease) else lease.state
+
+    def _materialize(self, token: int, item: LeasedItem) -> Sample | None:
+        try:
+            ref = decode_ref(item.payload)
+            validate_eagle3_ref(ref)
+            if self._contract not in ("", ref.contract):
+                what = "made under another run contract"
+                raise ContractMismatch(what, subject=ref.sample_id, wanted=self._contract, got=ref.contract)
+            tensors = self._store.get(ref)
+            validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id)
+        except EaglefeedError as error:
+            self._refuse(token, item, error)
+            return None
+        batch = Eagle3TargetBatch(**tensors, sample_ids=(ref.sample_id,))
+        return Sample(token, ref, batch, item.delivery_count)
+
+    def _refuse(self, token: int, item: LeasedItem, error: EaglefeedError) -> None:
+        final = not error.retryable or item.delivery_count >= _MAX_ATTEMPTS
+        reason = f"{type(error).__name__}: {error}"[:1000]
+        log.error("sample_refused", sample_id=item.id, lease=token, final=final, reason=reason)
+        self._holdings.settle(token, [item.id])
+        try:
+            self._samples.nack(token, [item.id], reason=reason, retryable=not final)
+        except QueueUnavailable as outage:
+            log.warning("lease_left_to_expire", sample_id=item.id, lease=token, reason=str(outage))
+        if final:
+            self._stats.dead += 1
+        else:
+            self._stats.retried += 1
+
+    def _look_for_producers(self) -> None:
+        """Tell slow producers from dead ones: nothing is ready, prompts remain, and nobody works on them."""
+        if self._prompts is None:
+            return
+        stats = self._prompts.stats()
+        if stats.workers.get("producer") or not stats.unsettled:
+            self._alone_since = None
+            return
+        now_s = self._clock.monotonic()
+        self._alone_since = now_s if self._alone_since is None else self._alone_since
+        if now_s - self._alone_since < self._grace_s:
+            return
+        error = NoProducers(num_prompts=stats.unsettled, grace_s=self._grace_s)
+        if self._fail_without_producers:
+            raise error
+        if not self._warned:
+            log.warning("no_producers", reason=str(error))
+            self._warned = True

@@ -1,0 +1,157 @@
+"""The reference training run: what it needs of the target, and its loop over a stream."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from eaglefeed.clock import SYSTEM_CLOCK, Clock
+from eaglefeed.consumer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from eaglefeed.consumer.stream import SampleStream
+from eaglefeed.consumer.trainer import DraftTrainer, StepResult
+from eaglefeed.errors import SampleMissing, TargetUnavailable
+from eaglefeed.logs import get_logger
+from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, RunContract
+from eaglefeed.storage.base import FeatureStore
+
+__all__ = ["RunAssets", "TrainingRun", "load_run_assets", "wait_for_run"]
+
+_POLL_S = 0.5
+_IDLE_S = 2.0
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunAssets:
+    """What a trainer knows of the target without loading it.
+
+    Args:
+        contract: the run's contract.
+        config: the target's config.json.
+        tensors: embed_tokens.weight [V, H], lm_head.weight [V, H], norm.weight [H], and t2d [V] where the run has a
+            vocabulary map.
+    """
+
+    contract: RunContract
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def load_run_assets(store: FeatureStore) -> RunAssets:
+    """Read the run's contract and the target's assets.
+
+    Raises:
+        SampleMissing: no producer has written them yet.
+        SchemaError: they are not what they should be.
+    """
+    data, assets = store.get_document(CONTRACT_FILE), store.get_assets(ASSETS_FILE)
+    if data is None or assets is None:
+        raise SampleMissing(CONTRACT_FILE if data is None else ASSETS_FILE, store.uri)
+    tensors, metadata = assets
+    return RunAssets(RunContract.from_json(data), json.loads(metadata["config"]), tensors)
+
+
+def wait_for_run(
+    store: FeatureStore, *, timeout_s: float, stop: threading.Event, clock: Clock = SYSTEM_CLOCK
+) -> RunAssets | None:
+    """Wait until the first producer has written the run's contract and assets; None when `stop` is set first.
+
+    Raises:
+        TargetUnavailable: nobody did in `timeout_s`.
+    """
+    deadline_s = clock.monotonic() + timeout_s
+    while not (store.has_document(CONTRACT_FILE) and store.has_document(ASSETS_FILE)):
+        if stop.is_set():
+            return None
+        if clock.monotonic() > deadline_s:
+            fix = "start `eaglefeed produce` on the same run and store"
+            what = f"no producer wrote the run's contract in {timeout_s:g} s"
+            raise TargetUnavailable(what, subject=store.uri, fix=fix)
+        clock.sleep(_POLL_S)
+    return load_run_assets(store)
+
+
+class TrainingRun:
+    """Trains on a stream, and acknowledges samples only once a checkpoint holds what they taught.
+
+    A run that is started again goes on from its newest checkpoint; what was taken after it comes again, since it was
+    never acknowledged.
+
+    Args:
+        trainer: the draft and its optimizer.
+        stream: where batches come from.
+        folder: of the checkpoints and history.jsonl, one line a step.
+        contract: id of the run's contract.
+        samples_per_step: batches an optimizer step.
+        checkpoint_every: steps between checkpoints.
+        keep_checkpoints: how many stay.
+        on_step: called after each step.
+    """
+
+    def __init__(
+        self,
+        trainer: DraftTrainer,
+        stream: SampleStream,
+        folder: Path,
+        *,
+        contract: str,
+        samples_per_step: int = 1,
+        checkpoint_every: int = 20,
+        keep_checkpoints: int = 2,
+        on_step: Callable[[StepResult], None] = lambda _: None,
+    ) -> None:
+        self._trainer, self._stream, self._folder, self._contract = trainer, stream, folder, contract
+        self._samples_per_step, self._every, self._keep = samples_per_step, checkpoint_every, keep_checkpoints
+        self._on_step = on_step
+
+    def resume(self) -> int:
+        """Take over the newest checkpoint, if there is one; returns the step it is at."""
+        checkpoints = list_checkpoints(self._folder)
+        if not checkpoints:
+            return 0
+        step = load_checkpoint(checkpoints[-1], self._trainer, contract=self._contract)
+        log.info("resumed", step=step, checkpoint=str(checkpoints[-1]))
+        return step
+
+    def train(self) -> int:
+        """Train until the stream ends; returns the number of steps that this call made.
+
+        Raises:
+            SampleCorrupt: a loss that is not finite; names the samples.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        steps = unsaved = 0
+        with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
+            while not self._stream.ended:
+                batches = self._stream.take(self._samples_per_step, wait_s=_IDLE_S)
+                if batches:
+                    result = self._trainer.step(batches)
+                    steps, unsaved = steps + 1, unsaved + 1
+                    history.write(json.dumps(self._row(result, len(batches))) + "\n")
+                    history.flush()
+                    self._on_step(result)
+                # Nothing came: the queue may be waiting for these very acknowledgements to be drained or to have room.
+                if unsaved and (not batches or unsaved >= self._every):
+                    self._settle()
+                    unsaved = 0
+        if unsaved:
+            self._settle()
+        return steps
+
+    def _settle(self) -> None:
+        save_checkpoint(self._folder, self._trainer, contract=self._contract, keep=self._keep)
+        self._stream.ack()
+
+    def _row(self, result: StepResult, num_samples: int) -> dict[str, Any]:
+        stats = self._stream.stats
+        return result._asdict() | {
+            "samples": num_samples,
+            "redelivered": stats.redelivered,
+            "stale": stats.stale,
+            "wait_s": round(stats.wait_s, 3),
+        }

@@ -1,0 +1,61 @@
+import inspect
+
+import pytest
+
+from eaglefeed import errors
+from eaglefeed.cli.app import EXIT_CODES, exit_code
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+RETRYABLE = {
+    "NoProducers",
+    "PeerGone",
+    "QueueFull",
+    "QueueUnavailable",
+    "SampleMissing",
+    "StoreFull",
+    "TargetUnavailable",
+}
+
+
+def test_the_tree_that_is_drawn_is_the_tree_that_is_there() -> None:
+    drawn = {line.strip("│├└─ ").split()[0] for line in (errors.__doc__ or "").splitlines() if "──" in line}
+    assert drawn | {"EaglefeedError"} == set(errors.__all__)
+
+
+def test_every_error_is_an_eaglefeed_error() -> None:
+    assert all(issubclass(each, errors.EaglefeedError) for each in CLASSES)
+    assert issubclass(errors.SchemaError, ValueError)
+
+
+def test_which_errors_are_worth_another_try() -> None:
+    assert {each.__name__ for each in CLASSES if each.retryable} == RETRYABLE
+
+
+def test_a_message_says_what_whom_wanted_got_and_what_next() -> None:
+    error = errors.ConfigError("odd", subject="a.b", wanted=1, got=2, fix="do this")
+    assert str(error) == "a.b: odd, wanted 1, got 2; do this"
+    assert str(errors.ConfigError("odd")) == "odd"
+
+
+@pytest.mark.parametrize(
+    ("error", "texts"),
+    [
+        (errors.StaleLease("ack", 7, "a"), ["a:", "ack refused", "lease 7"]),
+        (errors.QueueFull("prompts", depth=9, max_depth=9, retry_after_s=2), ["prompts", "9", "2 s"]),
+        (errors.IdConflict("prompts", "a"), ["a:", "prompts"]),
+        (errors.SampleMissing("a", "k"), ["a:", "k"]),
+        (errors.StoreFull("s", num_bytes=5, free_bytes=3, reason="quota"), ["s:", "5", "3", "quota"]),
+        (errors.NoProducers(num_prompts=3, grace_s=60), ["3 prompts", "60 s"]),
+    ],
+)
+def test_typed_fields_stand_in_the_message(error: errors.EaglefeedError, texts: list[str]) -> None:
+    assert all(text in str(error) for text in texts)
+    assert "\n" not in str(error)
+
+
+def test_exit_codes() -> None:
+    assert exit_code(errors.ConfigError("x")) == 2
+    assert exit_code(errors.SchemaVersionError("x")) == 3
+    assert exit_code(errors.QueueUnavailable("a", "b")) == 4
+    assert exit_code(errors.EaglefeedError("x")) == 1
+    assert all(inspect.isclass(kind) for kind, _ in EXIT_CODES)
