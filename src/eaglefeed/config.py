@@ -101,6 +101,7 @@ class DraftSection(_Section):
 
     vocab_size: Annotated[int, Field(gt=0)] = 8192
     vocab: Path | None = None
+    intermediate_size: Annotated[int, Field(gt=0)] | None = None
     ttt_steps: Annotated[int, Field(gt=0)] = 3
 
 
@@ -108,10 +109,11 @@ class TrainSection(_Section):
     """The reference trainer."""
 
     output: Path | None = None
-    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 5e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    grad_clip: Annotated[float, Field(gt=0)] = 5.0
     samples_per_step: Annotated[int, Field(gt=0)] = 1
     checkpoint_every: Annotated[int, Field(gt=0)] = 20
     keep_checkpoints: Annotated[int, Field(gt=0)] = 2

@@ -182,6 +182,29 @@ def test_a_cached_draft_guesses_what_it_would_from_scratch(llama: PreTrainedMode
         assert torch.equal(guesses[row], alone[0])
 
 
+@torch.no_grad()
+def test_a_chain_of_guesses_is_the_one_that_training_unrolls(llama: PreTrainedModel) -> None:
+    config = DraftConfig.from_target_config(llama.config.to_dict(), draft_vocab_size=D, ttt_steps=4)
+    length, draws = 6, torch.Generator().manual_seed(7)
+    for seed in range(8):
+        draft = Eagle3Draft(config, seed=seed)
+        table = torch.randn(V, 32, generator=draws)
+        draft.initialize_from_target(embed_tokens=table, lm_head=table, t2d=T2D)
+        draft.midlayer.self_attn.o_proj.weight.mul_(10)  # so that what is attended to decides
+        ids, aux = torch.randint(0, V, (1, length), generator=draws), torch.randn(1, length, 96, generator=draws)
+        places = torch.arange(length)[None]
+        proposer = DraftProposer(draft, D2T)
+        proposer.start(1)
+        guesses = proposer.propose([], Settled(ids, aux, places, torch.ones_like(places, dtype=torch.bool)), 4)
+        steps = draft.unroll(
+            input_ids=torch.cat([ids, guesses[:, :3]], dim=1),
+            attention_mask=torch.ones(1, length + 3, dtype=torch.long),
+            aux_hidden_states=torch.cat([aux, torch.zeros(1, 3, 96)], dim=1),
+        )
+        best = torch.stack([draft.logits(states[0, length - 1]).argmax() for states in steps])
+        assert guesses[0].tolist() == T2D.nonzero()[:, 0][best].tolist()
+
+
 def test_prompt_lookup_takes_the_longest_match_and_then_the_latest() -> None:
     lookup = PromptLookupProposer(max_ngram=3)
     context = [1, 2, 3, 50, 9, 2, 3, 60, 8, 3, 70, 1, 2, 3]

@@ -125,6 +125,19 @@ def test_padding_changes_nothing_before_it() -> None:
 
 
 @torch.no_grad()
+def test_padding_on_the_left_is_not_attended_to() -> None:
+    draft, batch = make_draft(), make_batch()
+    padded = unroll(
+        draft,
+        input_ids=torch.nn.functional.pad(batch.input_ids, (2, 0), value=1),
+        attention_mask=torch.nn.functional.pad(batch.attention_mask, (2, 0)),
+        aux_hidden_states=torch.nn.functional.pad(batch.aux_hidden_states, (0, 0, 2, 0), value=7.0),
+    )
+    for one, other in zip(unroll(draft), padded, strict=True):
+        torch.testing.assert_close(one, other[:, 2:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
 def test_packed_documents_do_not_see_each_other() -> None:
     draft, batch = make_draft(), make_batch()
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)

@@ -71,6 +71,14 @@ def test_the_loss_is_a_mean_over_supervised_positions() -> None:
     assert result.loss == pytest.approx(output.loss_sum.item() / int(batch.position_mask.sum()), rel=1e-6)
 
 
+def test_the_gradient_is_that_of_the_mean_loss() -> None:
+    trainer, batch = make_trainer(), make_batch()
+    loss = trainer.draft(**batch.to_trainer_inputs()).loss_sum / int(batch.position_mask.sum())
+    wanted = torch.autograd.grad(loss, list(trainer.draft.parameters()))
+    norm = torch.stack([gradient.norm() for gradient in wanted]).norm().item()
+    assert trainer.step([batch]).grad_norm == pytest.approx(norm, rel=1e-5)
+
+
 def test_a_step_without_supervised_positions_changes_nothing() -> None:
     trainer, batch = make_trainer(), make_batch()
     trainer.step([batch])
@@ -85,7 +93,7 @@ def test_a_batch_that_is_not_finite_is_named_and_spoils_no_weight(value: float) 
     trainer, bad = make_trainer(), make_batch(sample_id="bad")
     bad.aux_hidden_states[1, 3] = value
     before = weights(trainer)
-    with pytest.raises(SampleCorrupt, match="bad-0, bad-1"):
+    with pytest.raises(SampleCorrupt, match=r"^bad-0, bad-1: loss is not finite"):
         trainer.step([make_batch(), bad])
     assert equal(weights(trainer), before)
     clean = make_trainer()

@@ -15,6 +15,7 @@ from eaglefeed.config import Settings
 
 __all__ = ["demo"]
 
+NUM_TRAINED = 260
 _MIN_PRODUCED = 200
 _MIN_GAIN = 1.1
 _SETTINGS = {
@@ -24,9 +25,11 @@ _SETTINGS = {
     "produce.supervision": "target_probs",
     "produce.lease_batch": 2,
     "feed.max_length": 512,
-    "draft.vocab_size": 8192,
+    "draft.vocab_size": 4096,
+    "draft.intermediate_size": 768,
     "train.num_threads": 1,
     "train.checkpoint_every": 10,
+    "train.decay_steps": NUM_TRAINED,
 }
 
 
@@ -67,7 +70,7 @@ def _play(settings: Settings, display: RunDisplay) -> dict[str, Any]:
     from eaglefeed.cli.demo_run import DemoRun, prepare
     from eaglefeed.cli.targets import target_model, target_tokenizer
 
-    inputs = prepare(settings, display)
+    inputs = prepare(settings, display, NUM_TRAINED)
     with open_queues(settings) as queues, opened_store(settings) as store:
         run = DemoRun(settings, display, queues, store, inputs)
         streamed = run.play()

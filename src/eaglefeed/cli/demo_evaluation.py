@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate_drafts", "held_out_prompts", "same_as_colocated"]
 
-_NUM_PROMPTS = 16
-_MAX_NEW_TOKENS = 64
+_NUM_PROMPTS = 12
+_MAX_NEW_TOKENS = 48
 
 
 def same_as_colocated(

@@ -40,18 +40,20 @@ class DemoInputs:
     vocab: Path
 
 
-def prepare(settings: Settings, display: RunDisplay) -> DemoInputs:
+def prepare(settings: Settings, display: RunDisplay, num_trained: int) -> DemoInputs:
     """Split the packaged conversations by the hash of their ids, and choose the draft vocabulary."""
     folder = settings.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     inputs = DemoInputs(folder / "train.jsonl", folder / "held_out.jsonl", folder / "vocab.safetensors")
-    rows: dict[bool, list[str]] = {True: [], False: []}
-    for line in (files("eaglefeed") / "examples" / "answers.jsonl").read_text(encoding="utf-8").splitlines():
-        is_held_out = xxhash.xxh32_intdigest(json.loads(line)["id"].encode()) % _HELD_OUT_OF == 0
-        rows[is_held_out].append(line + "\n")
-    inputs.train.write_text("".join(rows[False]), encoding="utf-8")
-    inputs.held_out.write_text("".join(rows[True]), encoding="utf-8")
-    display.event(f"{len(rows[False])} conversations to train on, {len(rows[True])} held out by the hash of their id")
+    text = (files("eaglefeed") / "examples" / "answers.jsonl").read_text(encoding="utf-8")
+    by_hash = sorted(
+        (xxhash.xxh32_intdigest(json.loads(line)["id"].encode()), line + "\n") for line in text.rstrip().split("\n")
+    )
+    held_out = [line for number, line in by_hash if number % _HELD_OUT_OF == 0]
+    train = [line for number, line in by_hash if number % _HELD_OUT_OF][:num_trained]
+    inputs.train.write_text("".join(train), encoding="utf-8")
+    inputs.held_out.write_text("".join(held_out), encoding="utf-8")
+    display.event(f"{len(train)} conversations to train on, {len(held_out)} held out by the hash of their id")
     display.event("preparing the target (converted once, about 20 s) and the draft vocabulary")
     _run_to_end(settings, "vocab", str(inputs.train), "-o", str(inputs.vocab))
     return inputs

@@ -96,7 +96,10 @@ def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
 
     t2d = _vocabulary(settings, assets)
     draft_config = DraftConfig.from_target_config(
-        assets.config, draft_vocab_size=int(t2d.sum()), ttt_steps=settings.draft.ttt_steps
+        assets.config,
+        draft_vocab_size=int(t2d.sum()),
+        ttt_steps=settings.draft.ttt_steps,
+        intermediate_size=settings.draft.intermediate_size,
     )
     draft = Eagle3Draft(draft_config, seed=settings.train.seed)
     draft.initialize_from_target(
@@ -109,6 +112,7 @@ def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
         lr=settings.train.lr,
         weight_decay=settings.train.weight_decay,
         warmup_steps=settings.train.warmup_steps,
+        decay_steps=settings.train.decay_steps,
         grad_clip=settings.train.grad_clip,
     )
     return DraftTrainer(draft, optimizer, device=settings.train.device)

@@ -164,7 +164,8 @@ class SampleStream:
         self._stop.set()
         self._prefetcher.stop(_JOIN_S)
         self._unacked.clear()
-        for token, ids in self._holdings.drain().items():
+        # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
+        for token, ids in sorted(self._holdings.drain().items(), reverse=True):
             try:
                 self.stats.returned += len(self._samples.nack(token, ids, reason="stream closed", delay_s=0).ok)
             except QueueUnavailable as error:
