@@ -202,7 +202,7 @@ class SampleCorrupt(StorageError):
 
     def __init__(self, sample_id: str, what: str, *, wanted: object = None, got: object = None) -> None:
         self.sample_id = sample_id
-        fix = "it is set aside as a dead letter and its shard kept; `eaglefeed validate` shows the file's faults"
+        fix = "produce it again; `eaglefeed validate --values` shows which files are damaged"
         super().__init__(what, subject=sample_id, wanted=wanted, got=got, fix=fix)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_server import fake_server, info
 
 from commands import Ended, Shell, conversation, save_tiny_target, write_rows
 
@@ -101,6 +102,11 @@ def test_a_server_that_is_away(shell: Shell) -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
     _one_line(shell.run("queue", "stats", "--redis", address), 4, "127.0.0.1", "not reachable")
+
+
+def test_a_server_that_is_too_old(shell: Shell) -> None:
+    with fake_server(lambda _command: info(redis_version="5.0.14")) as server:
+        _one_line(shell.run("queue", "stats", "--redis", server.url), 4, "5.0.14", "6.2")
 
 
 def test_a_password_in_the_address_is_never_printed(shell: Shell) -> None:

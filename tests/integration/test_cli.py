@@ -31,7 +31,7 @@ def rows(tmp_path: Path) -> Path:
 
 def test_the_whole_job_by_its_commands(shell: Shell, rows: Path, tmp_path: Path) -> None:
     assert shell.run("vocab", rows, "-o", "vocab.safetensors", "--json").document["coverage"] == 1.0
-    fed = shell.run("feed", rows, "--json").document
+    fed = shell.run("feed", rows, "--vocab", "vocab.safetensors", "--json").document
     assert (fed["items"], fed["queued"], fed["rejected"]) == (10, 10, 0)
     produced = shell.run("produce", "--vocab", "vocab.safetensors", "--json").document
     assert (produced["produced"], produced["dead"]) == (10, 0)

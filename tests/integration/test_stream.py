@@ -197,21 +197,32 @@ def test_an_ack_after_the_lease_was_lost_is_stale_and_never_silent(run: pipeline
         assert run.samples.stats().done == 0
 
 
-def test_an_ack_that_does_not_reach_the_queue_can_be_repeated(run: pipeline.Run) -> None:
-    plain = run.samples.ack
-    down = [True]
+def _failing_acks(run: pipeline.Run, failures: int) -> None:
+    plain, left = run.samples.ack, [failures]
 
     def ack(token: int, ids: list[str], *, step: int = 0) -> AckResult:
-        if down[0]:
+        if left[0]:
+            left[0] -= 1
             raise QueueUnavailable("server", "away")
         return plain(token, ids, step=step)
 
     run.samples.ack = ack  # type: ignore[method-assign,assignment]
+
+
+def test_an_ack_bears_a_short_outage(run: pipeline.Run) -> None:
+    _failing_acks(run, 2)
     with _stream(run) as stream:
+        stream.take(3)
+        assert stream.ack() == 3
+        assert stream.stats.stale == 0
+
+
+def test_an_ack_that_does_not_reach_the_queue_can_be_repeated(run: pipeline.Run) -> None:
+    _failing_acks(run, 1)
+    with _stream(run, outage_s=-1.0) as stream:
         stream.take(3)
         with pytest.raises(QueueUnavailable):
             stream.ack()
-        down[0] = False
         assert stream.ack() == 3
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "RunQueues",
     "StoreOption",
     "TargetOption",
+    "VocabOption",
     "emit",
     "open_queues",
     "opened_store",
@@ -43,6 +44,7 @@ RedisOption = Annotated[
 ]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Folder or address of the store.")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hugging Face id or local folder of the target.")]
+VocabOption = Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map: samples hold target_probs over it.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -71,7 +71,7 @@ class DemoRun:
 
     def play(self) -> list[Eagle3TargetBatch]:
         """Run to the end; returns some streamed batches, to compare with colocated ones."""
-        _run_to_end(self._settings, "feed", str(self._inputs.train))
+        _run_to_end(self._settings, "feed", str(self._inputs.train), "--vocab", str(self._inputs.vocab))
         self._display.event(f"fed {self._queues.prompts.stats().ready} prompts")
         producer = self._start("produce", "--vocab", str(self._inputs.vocab))
         trainer: subprocess.Popen[bytes] | None = None

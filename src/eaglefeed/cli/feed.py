@@ -16,6 +16,7 @@ from eaglefeed.cli.common import (
     RunOption,
     StoreOption,
     TargetOption,
+    VocabOption,
     emit,
     open_queues,
     opened_store,
@@ -50,6 +51,7 @@ def feed(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of like length in one sample.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens that a row is cut to.")] = None,
     keep_open: Annotated[bool, typer.Option("--keep-open", help="More will be fed: do not close the prompts.")] = False,
+    vocab: VocabOption = None,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
@@ -68,6 +70,8 @@ def feed(
         feed__batch_size=batch_size,
         feed__max_length=max_length,
         feed__keep_open=keep_open or None,
+        produce__vocab=vocab,
+        produce__supervision="target_probs" if vocab else None,
     )
     report = ReadReport()
     with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
@@ -102,7 +106,7 @@ def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
 
 def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
     """Write every work item to the spool, so that all is known before the first one is queued."""
-    from eaglefeed.cli.targets import target_tokenizer
+    from eaglefeed.cli.targets import target_tokenizer, vocabulary_map
     from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
     from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
     from eaglefeed.producer.sizes import sample_bytes, target_sizes
@@ -115,7 +119,8 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
         "template_fingerprint": template_fingerprint(tokenizer),
     }
     max_length = min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
-    draft_size = settings.draft.vocab_size if settings.produce.supervision == "target_probs" else None
+    mapping = vocabulary_map(settings)
+    draft_size = mapping.draft_vocab_size if mapping else None
     items = tokens = total = largest = 0
     rows = read_conversations(path, tokenizer, report, max_length=max_length)
     for group in batches(rows, settings.feed.batch_size):

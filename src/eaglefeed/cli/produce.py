@@ -2,8 +2,7 @@
 
 import threading
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,6 +13,7 @@ from eaglefeed.cli.common import (
     RunOption,
     StoreOption,
     TargetOption,
+    VocabOption,
     emit,
     open_queues,
     opened_store,
@@ -23,7 +23,6 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.config import Settings
-from eaglefeed.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +37,7 @@ __all__ = ["produce"]
 
 def produce(
     ctx: typer.Context,
-    vocab: Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map: store target_probs over it.")] = None,
+    vocab: VocabOption = None,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
@@ -57,11 +56,11 @@ def produce(
         produce__vocab=vocab,
         produce__supervision="target_probs" if vocab else None,
     )
-    mapping = _mapping(settings)
-    from eaglefeed.cli.targets import target_model
+    from eaglefeed.cli.targets import target_model, vocabulary_map
     from eaglefeed.producer.target import HFEagle3TargetModel
     from eaglefeed.producer.worker import ProducerWorker
 
+    mapping = vocabulary_map(settings)
     stop = threading.Event()
     with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
         model = target_model(settings)
@@ -89,17 +88,6 @@ def produce(
         f"waited {stats.paused_s:.1f} s for room"
     )
     emit(as_json, asdict(stats), [line])
-
-
-def _mapping(settings: Settings) -> "VocabMapping | None":
-    if settings.produce.supervision == "logits":
-        return None
-    if settings.produce.vocab is None:
-        fix = "make one with `eaglefeed vocab` and pass it with --vocab"
-        raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
-    from eaglefeed.schema.vocab import VocabMapping
-
-    return VocabMapping.load(settings.produce.vocab)
 
 
 def _assets(

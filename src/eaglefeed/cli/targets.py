@@ -1,13 +1,16 @@
-"""The target as a command loads it."""
+"""The target and the vocabulary map as a command loads them."""
 
 from typing import TYPE_CHECKING
 
 from eaglefeed.config import Settings
+from eaglefeed.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["target_model", "target_tokenizer"]
+    from eaglefeed.schema.vocab import VocabMapping
+
+__all__ = ["target_model", "target_tokenizer", "vocabulary_map"]
 
 
 def target_model(settings: Settings) -> "PreTrainedModel":
@@ -31,3 +34,19 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
 
     target = settings.target
     return load_tokenizer(target.name, cache_dir=target.cache_dir, trust_remote_code=target.trust_remote_code)
+
+
+def vocabulary_map(settings: Settings) -> "VocabMapping | None":
+    """The map that samples are projected with; None for full logits.
+
+    Raises:
+        ConfigError: target_probs without a map.
+    """
+    if settings.produce.supervision == "logits":
+        return None
+    if settings.produce.vocab is None:
+        fix = "make one with `eaglefeed vocab` and pass it with --vocab"
+        raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
+    from eaglefeed.schema.vocab import VocabMapping
+
+    return VocabMapping.load(settings.produce.vocab)

@@ -50,7 +50,7 @@ def train(
     )
     import torch
 
-    from eaglefeed.consumer.run import TrainingRun, wait_for_run
+    from eaglefeed.consumer.run import TrainingRun, only_trainer_of, wait_for_run
 
     if settings.train.num_threads:
         torch.set_num_threads(settings.train.num_threads)
@@ -58,9 +58,14 @@ def train(
     with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
         assets = wait_for_run(shards, timeout_s=settings.train.start_timeout_s, stop=stop)
         if assets is None:
+            emit(as_json, {"steps": 0, "drained": False}, ["stopped before the run had its first sample"])
             return
         trainer = build_trainer(settings, assets)
-        with _stream(settings, queues, shards, assets.contract.id) as stream, stop_on_signals(stream.stop):
+        with (
+            only_trainer_of(settings.train_output),
+            _stream(settings, queues, shards, assets.contract.id) as stream,
+            stop_on_signals(stream.stop),
+        ):
             training = TrainingRun(
                 trainer,
                 stream,
@@ -143,6 +148,7 @@ def _stream(settings: Settings, queues: RunQueues, store: "FeatureStore", contra
         stall_timeout_s=settings.queue.stall_timeout_s,
         max_lease_age_s=settings.queue.max_lease_age_s,
         prefetch=settings.train.prefetch,
+        max_attempts=settings.queue.max_deliveries,
         fail_without_producers=settings.train.no_producers == "fail",
         producer_grace_s=settings.train.producer_grace_s,
         device=settings.train.device,

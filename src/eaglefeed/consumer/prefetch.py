@@ -4,14 +4,14 @@ import queue
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.errors import ContractMismatch, EaglefeedError, NoProducers, QueueUnavailable
 from eaglefeed.logs import get_logger
-from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue
+from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.eagle3 import validate_eagle3_ref
@@ -19,11 +19,12 @@ from eaglefeed.schema.refs import SampleRef, decode_ref
 from eaglefeed.schema.values import validate_eagle3_tensors
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["End", "Holdings", "Prefetcher", "Sample", "StreamStats"]
+__all__ = ["End", "Holdings", "Prefetcher", "Sample", "StreamStats", "bear_outage"]
 
 _WAIT_S = 0.5
-_MAX_BACKOFF_S = 2.0
-_MAX_ATTEMPTS = 5
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+
+T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -55,6 +56,25 @@ class End(NamedTuple):
     """Nothing more will come: the queue is drained, or this error stopped it."""
 
     error: EaglefeedError | None
+
+
+def bear_outage(call: Callable[[], T], *, outage_s: float, stop: threading.Event, clock: Clock) -> T:
+    """Call until the queue answers, with a jittered backoff, for at most `outage_s`.
+
+    Raises:
+        QueueUnavailable: it did not answer in that time, or `stop` was set meanwhile.
+    """
+    deadline_s = clock.monotonic() + outage_s
+    backoff_s = _FIRST_BACKOFF_S
+    while True:
+        try:
+            return call()
+        except QueueUnavailable as error:
+            if clock.monotonic() > deadline_s or stop.is_set():
+                raise
+            log.warning("queue_unavailable", reason=str(error))
+        clock.sleep(random.uniform(0, backoff_s))  # noqa: S311  jitter, not a secret
+        backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
 
 class Holdings:
@@ -105,6 +125,7 @@ class Prefetcher:
         visibility_timeout_s: float,
         lease_batch: int,
         prefetch: int,
+        max_attempts: int,
         fail_without_producers: bool,
         producer_grace_s: float,
         outage_s: float,
@@ -113,6 +134,7 @@ class Prefetcher:
         self._samples, self._store, self._consumer, self._contract = samples, store, consumer, contract
         self._prompts, self._holdings, self._stats = prompts, holdings, stats
         self._timeout_s, self._lease_batch, self._outage_s = visibility_timeout_s, lease_batch, outage_s
+        self._max_attempts = max_attempts
         self._fail_without_producers, self._grace_s, self._clock = fail_without_producers, producer_grace_s, clock
         self._ready: queue.Queue[Sample | End] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
@@ -170,23 +192,15 @@ class Prefetcher:
         return lease is not DrainState.DRAINED
 
     def _ask(self) -> Lease | DrainState:
-        """Lease, and bear an outage of the queue for `outage_s`; a lost reply's lease just runs out."""
-        deadline = self._clock.monotonic() + self._outage_s
-        backoff_s = 0.1
-        while True:
-            try:
-                self._samples.beat("trainer", self._consumer)
-                lease = self._samples.lease(
-                    self._lease_batch, visibility_timeout_s=self._timeout_s, consumer=self._consumer, wait_s=_WAIT_S
-                )
-            except QueueUnavailable as error:
-                if self._clock.monotonic() > deadline or self._stop.is_set():
-                    raise
-                log.warning("queue_unavailable", reason=str(error))
-                self._clock.sleep(random.uniform(0, backoff_s))  # noqa: S311  jitter, not a secret
-                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-            else:
-                return lease if isinstance(lease, Lease) else lease.state
+        def lease() -> Lease | NoLease:
+            self._samples.beat("trainer", self._consumer)
+            return self._samples.lease(
+                self._lease_batch, visibility_timeout_s=self._timeout_s, consumer=self._consumer, wait_s=_WAIT_S
+            )
+
+        # A lease whose reply was lost just runs out.
+        answer = bear_outage(lease, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
+        return answer if isinstance(answer, Lease) else answer.state
 
     def _materialize(self, token: int, item: LeasedItem) -> Sample | None:
         try:
@@ -204,7 +218,7 @@ class Prefetcher:
         return Sample(token, ref, batch, item.delivery_count)
 
     def _refuse(self, token: int, item: LeasedItem, error: EaglefeedError) -> None:
-        final = not error.retryable or item.delivery_count >= _MAX_ATTEMPTS
+        final = not error.retryable or item.delivery_count >= self._max_attempts
         reason = f"{type(error).__name__}: {error}"[:1000]
         log.error("sample_refused", sample_id=item.id, lease=token, final=final, reason=reason)
         self._holdings.settle(token, [item.id])

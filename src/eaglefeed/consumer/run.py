@@ -1,8 +1,10 @@
 """The reference training run: what it needs of the target, and its loop over a stream."""
 
+import fcntl
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,15 @@ from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from eaglefeed.consumer.files import translated
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
-from eaglefeed.errors import SampleMissing, TargetUnavailable
+from eaglefeed.errors import ConfigError, SampleMissing, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, RunContract
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["RunAssets", "TrainingRun", "load_run_assets", "wait_for_run"]
+__all__ = ["RunAssets", "TrainingRun", "load_run_assets", "only_trainer_of", "wait_for_run"]
 
 _POLL_S = 0.5
 _IDLE_S = 2.0
@@ -76,6 +79,25 @@ def wait_for_run(
     return load_run_assets(store)
 
 
+@contextmanager
+def only_trainer_of(folder: Path) -> Iterator[None]:
+    """Make the folder if it is not there, and hold it: two trainers would overwrite each other's checkpoints.
+
+    Raises:
+        ConfigError: another process trains into it.
+    """
+    with translated(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "trainer.lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "pass another folder with --output, or wait for its end"
+            raise ConfigError("another trainer is writing here", subject=str(folder), fix=fix) from None
+        yield
+
+
 class TrainingRun:
     """Trains on a stream, and acknowledges samples only once a checkpoint holds what they taught.
 
@@ -85,7 +107,7 @@ class TrainingRun:
     Args:
         trainer: the draft and its optimizer.
         stream: where batches come from.
-        folder: of the checkpoints and history.jsonl, one line a step.
+        folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`.
         contract: id of the run's contract.
         samples_per_step: batches an optimizer step.
         checkpoint_every: steps between checkpoints.
@@ -124,7 +146,6 @@ class TrainingRun:
         Raises:
             SampleCorrupt: a loss that is not finite; names the samples.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         steps = unsaved = 0
         with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
             while not self._stream.ended:

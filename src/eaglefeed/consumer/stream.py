@@ -9,10 +9,10 @@ from types import TracebackType
 import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.consumer.prefetch import End, Holdings, Prefetcher, Sample, StreamStats
+from eaglefeed.consumer.prefetch import End, Holdings, Prefetcher, Sample, StreamStats, bear_outage
 from eaglefeed.errors import QueueUnavailable
 from eaglefeed.logs import get_logger
-from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.base import AckResult, LeaseQueue
 from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.refs import SampleRef
@@ -54,6 +54,7 @@ class SampleStream:
         stall_timeout_s: leases are no longer renewed when the loop asked for nothing in this time.
         lease_batch: samples a lease.
         prefetch: samples that are materialized ahead.
+        max_attempts: deliveries after which a sample that cannot be read is a dead letter.
         retain: keep a shard after its acknowledgement.
         fail_without_producers: raise NoProducers when prompts remain and no producer lived for `producer_grace_s`.
         producer_grace_s: that time; a warning comes after it in any case.
@@ -75,6 +76,7 @@ class SampleStream:
         max_lease_age_s: float = 1800.0,
         lease_batch: int = 4,
         prefetch: int = 4,
+        max_attempts: int = 5,
         retain: bool = False,
         fail_without_producers: bool = False,
         producer_grace_s: float = 60.0,
@@ -84,12 +86,13 @@ class SampleStream:
     ) -> None:
         self.stats = StreamStats()
         self._samples, self._store, self._consumer, self._retain = samples, store, consumer, retain
-        self._device, self._clock = device, clock
+        self._device, self._outage_s, self._clock = device, outage_s, clock
         self._renewer = LeaseRenewer(
             samples,
             visibility_timeout_s=visibility_timeout_s,
             stall_timeout_s=stall_timeout_s,
             max_lease_age_s=max_lease_age_s,
+            on_renewed=lambda: samples.beat("trainer", consumer),
         )
         self._renewer.start()
         self._holdings = Holdings(self._renewer)
@@ -107,6 +110,7 @@ class SampleStream:
             visibility_timeout_s=visibility_timeout_s,
             lease_batch=lease_batch,
             prefetch=prefetch,
+            max_attempts=max_attempts,
             fail_without_producers=fail_without_producers,
             producer_grace_s=producer_grace_s,
             outage_s=outage_s,
@@ -149,8 +153,11 @@ class SampleStream:
 
         A sample whose lease was lost meanwhile is not settled: its next holder has it. It is counted and logged.
 
+        An outage of the queue is borne for `outage_s`. Where only a reply was lost in it, what that call settled counts
+        as stale, and its shards stay.
+
         Raises:
-            QueueUnavailable: the server is out of reach; call it again, what was not settled is still held.
+            QueueUnavailable: the outage is longer; what was not settled can be acknowledged again.
         """
         self._renewer.progress()
         return sum(self._ack_lease(token, refs) for token, refs in self._taken_by_lease().items())
@@ -216,12 +223,15 @@ class SampleStream:
         return taken
 
     def _ack_lease(self, token: int, refs: dict[str, SampleRef]) -> int:
-        self._holdings.settle(token, refs)
-        try:
-            result = self._samples.ack(token, list(refs))
-        except QueueUnavailable:
-            self._holdings.add(token, refs)
-            raise
+        def ack() -> AckResult:
+            self._holdings.settle(token, refs)
+            try:
+                return self._samples.ack(token, list(refs))
+            except QueueUnavailable:
+                self._holdings.add(token, refs)
+                raise
+
+        result = bear_outage(ack, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
         self._unacked = [sample for sample in self._unacked if sample.token != token]
         self.stats.acked += len(result.ok)
         self.stats.stale += len(result.stale)

@@ -114,7 +114,10 @@ class ProducerWorker:
             QueueUnavailable: the server was away for too long.
         """
         renewer = LeaseRenewer(
-            self._prompts, visibility_timeout_s=self._timeout_s, max_lease_age_s=self._max_lease_age_s
+            self._prompts,
+            visibility_timeout_s=self._timeout_s,
+            max_lease_age_s=self._max_lease_age_s,
+            on_renewed=lambda: self._prompts.beat("producer", self._name),
         )
         renewer.start()
         try:

@@ -36,6 +36,7 @@ class LeaseRenewer:
         stall_timeout_s: without `progress()` for so long, the consumer counts as stalled.
         max_lease_age_s: a lease is not renewed beyond this age.
         on_lost: called with the token of a lease that somebody else has now, on the renewer's thread.
+        on_renewed: called after each renewal, on that thread; a worker shows its sign of life by it.
         clock: tests turn it, and call `tick` instead of `start`.
     """
 
@@ -47,11 +48,13 @@ class LeaseRenewer:
         stall_timeout_s: float = 600.0,
         max_lease_age_s: float = 1800.0,
         on_lost: Callable[[int], None] | None = None,
+        on_renewed: Callable[[], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._queue, self._visibility_timeout_s, self._clock = queue, visibility_timeout_s, clock
         self._stall_timeout_s, self._max_lease_age_s = stall_timeout_s, max_lease_age_s
         self._on_lost = on_lost or (lambda _token: None)
+        self._on_renewed = on_renewed or (lambda: None)
         self._interval_s = visibility_timeout_s / 3
         self._progress_s = clock.monotonic()
         self._stalled = False
@@ -107,6 +110,7 @@ class LeaseRenewer:
             return
         try:
             self._queue.renew(token, visibility_timeout_s=self._visibility_timeout_s)
+            self._on_renewed()
         except StaleLease:
             self._lose(token)
         except EaglefeedError as error:

@@ -1,0 +1,45 @@
+"""A trainer of one's own: any nn.Module on a SampleStream. Its argument is the folder of a run."""
+
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from eaglefeed import EmbeddedServer, SampleStream, connect, open_queue, open_store
+from eaglefeed.consumer.run import load_run_assets
+
+
+def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Train `model`, [n, 3H] aux hidden states to [n, D] logits, on every sample; returns the losses."""
+    losses = []
+    for batch in stream:  # asking for the next batch acknowledges this one
+        inputs = batch.to_trainer_inputs()
+        chosen = inputs["position_mask"][..., 0]  # [B, S]: the positions that are supervised
+        logits: Tensor = model(inputs["aux_hidden_states"][chosen].float())
+        loss = nn.functional.cross_entropy(logits, inputs["target_probs"][chosen].float(), reduction="sum")
+        loss = loss / chosen.sum().clamp(min=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main(folder: Path) -> None:
+    """Train a linear head on the samples of a run that was produced with a vocabulary map."""
+    store = open_store(str(folder / "shards"))
+    assets = load_run_assets(store)  # the run's contract, and what trainers need of the target
+    width = 3 * assets.contract.hidden_size
+    model = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, int(assets.tensors["t2d"].sum())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with EmbeddedServer(folder / "queue") as server, closing(connect(server.url)) as client:
+        samples = open_queue(client, folder.name, "samples")
+        with SampleStream(samples, store, consumer="my-trainer", contract=assets.contract.id) as stream:
+            losses = train(stream, model, optimizer)
+    sys.stdout.write(f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
