@@ -56,6 +56,21 @@ def test_bad_rows_are_named_and_counted_and_the_good_ones_are_fed(shell: Shell, 
     assert f"{path}:3 (w): rejected, unknown role 'wizard'" in plain.out
 
 
+def test_an_id_that_was_fed_with_another_content_is_named_and_the_rest_is_fed(shell: Shell, tmp_path: Path) -> None:
+    shell.run("feed", write_rows(tmp_path / "one.jsonl", [conversation(0), conversation(1)]), "--keep-open")
+    other = conversation(1) | {"id": "c-0"}
+    ended = shell.run("feed", write_rows(tmp_path / "two.jsonl", [other, conversation(1), conversation(2)]), "--json")
+    assert ended.code == 0
+    assert (ended.document["queued"], ended.document["known"], ended.document["conflicts"]) == (1, 1, ["c-0"])
+    _one_line(ended, 0, "c-0", "another content")
+
+
+def test_new_rows_for_a_closed_run(shell: Shell, rows: Path, tmp_path: Path) -> None:
+    shell.run("feed", rows)
+    more = write_rows(tmp_path / "more.jsonl", [conversation(99)])
+    _one_line(shell.run("feed", more), 2, "closed", "--keep-open")
+
+
 def test_an_empty_file(shell: Shell, tmp_path: Path) -> None:
     _one_line(shell.run("feed", write_rows(tmp_path / "empty.jsonl", [])), 3, "empty.jsonl", "one JSON object a line")
     assert not (tmp_path / "runs" / "default" / "queue").exists()
@@ -67,7 +82,7 @@ def test_a_file_without_one_good_row(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(shell: Shell) -> None:
-    _one_line(shell.run("feed", "nowhere.jsonl"), 3, "nowhere.jsonl")
+    _one_line(shell.run("feed", "nowhere.jsonl"), 2, "nowhere.jsonl", "JSONL file")
 
 
 @pytest.mark.parametrize("command", [["feed", "conversations.jsonl"], ["produce"]])
@@ -155,6 +170,20 @@ def test_shards_that_are_cut_or_changed_fail_validation_all_of_them(shell: Shell
     assert all("SampleCorrupt" in letter["reason"] for letter in dead)
     assert len(list(Path("runs/default/shards").glob("*/*.safetensors"))) == 2
     assert shell.run("queue", "dead", "requeue", "--json").document["requeued"] == 2
+
+
+def test_a_run_that_is_not_there_is_not_made_by_looking(shell: Shell, tmp_path: Path) -> None:
+    for words in (["queue", "stats"], ["queue", "dead", "ls"], ["validate", "--queue"]):
+        _one_line(shell.run(*words, "--run", "typo"), 2, "runs/typo", "--run")
+    assert not (tmp_path / "runs" / "typo").exists()
+
+
+def test_a_temporary_file_without_room_is_one_line(shell: Shell, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    _one_line(shell.run("feed", rows), 1, "No space left on device")
 
 
 def test_nothing_to_validate(shell: Shell) -> None:

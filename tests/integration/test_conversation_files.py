@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eaglefeed.errors import InputError
+from eaglefeed.errors import ConfigError, InputError
 from eaglefeed.producer.conversations import Conversation, batches, read_conversations, to_prompt
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.schema.prompt import decode_prompt, encode_prompt
@@ -137,7 +137,7 @@ def test_a_file_without_one_usable_row_is_an_error_that_names_the_first_fault(tm
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path):
-    with pytest.raises(InputError, match="cannot be read, got No such file"):
+    with pytest.raises(ConfigError, match="cannot be read, got No such file"):
         read(tmp_path / "none.jsonl")
 
 

@@ -10,8 +10,10 @@ from eaglefeed.cli import answers, demo, feed, produce, queue, train, validate, 
 from eaglefeed.errors import (
     ConfigError,
     EaglefeedError,
+    IdConflict,
     InputError,
     NoProducers,
+    QueueClosed,
     QueueUnavailable,
     SampleCorrupt,
     SchemaError,
@@ -27,6 +29,8 @@ EXIT_CODES: tuple[tuple[type[EaglefeedError], int], ...] = (
     (InputError, 3),
     (SchemaError, 3),
     (SampleCorrupt, 3),
+    (IdConflict, 3),
+    (QueueClosed, 2),
     (QueueUnavailable, 4),
     (UnsafeServer, 4),
     (NoProducers, 4),
@@ -70,3 +74,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except EaglefeedError as error:
         sys.stderr.write(f"eaglefeed: {error}\n")
         sys.exit(exit_code(error))
+    except OSError as error:  # such as a full disk under a temporary file
+        sys.stderr.write(f"eaglefeed: {error}\n")
+        sys.exit(1)

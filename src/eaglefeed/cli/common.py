@@ -16,6 +16,7 @@ import typer
 
 from eaglefeed import logs
 from eaglefeed.config import Settings, load_settings
+from eaglefeed.errors import ConfigError
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.storage.base import FeatureStore, open_store
@@ -76,13 +77,26 @@ def read_settings(ctx: typer.Context, config: Path | None, **options: object) ->
 
 
 @contextmanager
-def open_queues(settings: Settings, *, max_wait_s: float = 30.0) -> Iterator[RunQueues]:
-    """Connect to the run's queues; without an address, find or start the local server of the run's folder."""
+def open_queues(settings: Settings, *, max_wait_s: float = 30.0, known: bool = False) -> Iterator[RunQueues]:
+    """Connect to the run's queues; without an address, find or start the local server of the run's folder.
+
+    Args:
+        settings: name the run and the address.
+        max_wait_s: how long a server that is out of reach is waited for.
+        known: the run must be there: a look at a run never makes one.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    folder = settings.run_dir / "queue"
+    if known and not settings.redis_url and not folder.is_dir():
+        fix = "check --run and the folder you are in, or pass --redis with the queue's address"
+        raise ConfigError("no such run here", subject=str(settings.run_dir), fix=fix)
     with ExitStack() as stack:
         if settings.redis_url:
             client = connect(settings.redis_url, password_file=settings.queue.password_file, max_wait_s=max_wait_s)
         else:
-            server = stack.enter_context(EmbeddedServer(settings.run_dir / "queue"))
+            server = stack.enter_context(EmbeddedServer(folder))
             client = connect(server.url, max_wait_s=max_wait_s)
         stack.callback(client.close)
         yield RunQueues(open_queue(client, settings.run.id, "prompts"), open_queue(client, settings.run.id, "samples"))

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, NamedTuple
@@ -25,7 +26,7 @@ from eaglefeed.cli.common import (
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
-from eaglefeed.errors import QueueFull
+from eaglefeed.errors import IdConflict, QueueFull
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.storage.base import StoreHealth
@@ -33,6 +34,7 @@ from eaglefeed.storage.base import StoreHealth
 __all__ = ["feed", "queue_limits"]
 
 _CHUNK = 500
+_FULL_WAIT_S = 600.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 
 
@@ -43,6 +45,15 @@ class Estimate(NamedTuple):
     tokens: int
     num_bytes: int
     largest_bytes: int
+
+
+@dataclass
+class Fed:
+    """What became of the items: new ones, known ones, and ids that are known with another content."""
+
+    queued: int = 0
+    known: int = 0
+    conflicts: list[str] = field(default_factory=list)
 
 
 def feed(
@@ -84,11 +95,12 @@ def feed(
         with open_queues(settings) as queues:
             queues.prompts.configure(limits)
             queues.samples.configure(limits)
-            accepted, known = _put_all(queues.prompts, spool)
+            fed = _put_all(queues.prompts, spool)
             if not settings.feed.keep_open:
                 queues.prompts.close()
-    document |= estimate._asdict() | {"queued": accepted, "known": known, "run": settings.run.id}
-    emit(as_json, document, [f"run {settings.run.id}: queued {accepted} items, {known} were queued before"])
+    document |= estimate._asdict() | asdict(fed) | {"run": settings.run.id}
+    told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
+    emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
 
 
 def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
@@ -145,22 +157,29 @@ def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str)
     return lines
 
 
-def _put_all(prompts: LeaseQueue, spool: IO[bytes]) -> tuple[int, int]:
-    accepted = known = 0
+def _put_all(prompts: LeaseQueue, spool: IO[bytes]) -> Fed:
+    fed = Fed()
     items = (QueueItem(sample_id, payload) for sample_id, payload in msgpack.Unpacker(spool, max_buffer_size=2**31 - 1))
     while chunk := list(islice(items, _CHUNK)):
-        result = _put(prompts, chunk)
-        accepted, known = accepted + result[0], known + result[1]
-    return accepted, known
+        _put(prompts, chunk, fed)
+    return fed
 
 
-def _put(prompts: LeaseQueue, chunk: list[QueueItem]) -> tuple[int, int]:
-    """Put a chunk; a full queue is waited for, as long as somebody works on it the wait ends."""
-    while True:
+def _put(prompts: LeaseQueue, chunk: list[QueueItem], fed: Fed) -> None:
+    """Put a chunk without the ids that stand for something else already; a full queue is waited for."""
+    deadline_s = SYSTEM_CLOCK.monotonic() + _FULL_WAIT_S
+    while chunk:
         try:
             result = prompts.put(chunk)
+        except IdConflict as error:
+            sys.stderr.write(f"eaglefeed: {error}\n")
+            fed.conflicts.append(error.item_id)
+            chunk = [item for item in chunk if item.id != error.item_id]
         except QueueFull as error:
+            if SYSTEM_CLOCK.monotonic() > deadline_s:
+                raise
             sys.stderr.write(f"eaglefeed: {error}\n")
             SYSTEM_CLOCK.sleep(error.retry_after_s)
         else:
-            return result.accepted, result.duplicate
+            fed.queued, fed.known = fed.queued + result.accepted, fed.known + result.duplicate
+            return

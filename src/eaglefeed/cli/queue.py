@@ -30,7 +30,7 @@ def stats(
 ) -> None:
     """Exact counts of both queues."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S) as queues:
+    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
         found = [queues.prompts.stats(), queues.samples.stats()]
     emit(as_json, {each.name: asdict(each) for each in found}, [_line(each) for each in found])
 
@@ -46,7 +46,7 @@ def dead_ls(
 ) -> None:
     """List dead letters with their reasons."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S) as queues:
+    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
         letters = list(_chosen(queues, queue).dead_letters())
     documents = [_document(letter) for letter in letters]
     lines = [f"{letter.id}: {letter.reason} (delivery {letter.delivery_count})" for letter in letters]
@@ -65,7 +65,7 @@ def dead_requeue(
 ) -> None:
     """Make dead letters ready again, once what broke them is mended."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S) as queues:
+    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
         chosen = _chosen(queues, queue)
         requeued = chosen.requeue(ids or [letter.id for letter in chosen.dead_letters()])
     emit(as_json, {"queue": queue, "requeued": requeued}, [f"{queue}: {requeued} ready again"])

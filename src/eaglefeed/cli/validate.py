@@ -85,7 +85,7 @@ def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[
 
 
 def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    with open_queues(settings) as queues, opened_store(settings) as store:
+    with open_queues(settings, known=True) as queues, opened_store(settings) as store:
         for item in queues.samples.payloads():
             yield item.id, partial(_check_payload, item.payload, store, values)
 

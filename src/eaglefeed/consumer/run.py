@@ -68,6 +68,7 @@ def wait_for_run(
         TargetUnavailable: nobody did in `timeout_s`.
     """
     deadline_s = clock.monotonic() + timeout_s
+    log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
     while not (store.has_document(CONTRACT_FILE) and store.has_document(ASSETS_FILE)):
         if stop.is_set():
             return None

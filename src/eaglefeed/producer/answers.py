@@ -89,8 +89,9 @@ def answer_prompts(
         on_batch: called with the report after each batch.
 
     Raises:
-        InputError: the prompts cannot be read, none of them can be used, or the output holds something else or cannot
-            be written (what was written stays good).
+        ConfigError: the prompts cannot be read.
+        InputError: none of them can be used, or the output holds something else or cannot be written (what was written
+            stays good).
     """
     report = AnswerReport()
     done = _resume(output)

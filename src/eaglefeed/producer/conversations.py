@@ -48,7 +48,8 @@ def read_conversations(
         max_line_bytes: longer lines are rejected unread.
 
     Raises:
-        InputError: the file cannot be read, or (at its end) not one row of it was accepted.
+        ConfigError: the file cannot be read.
+        InputError: (at its end) not one row of it was accepted.
     """
     ids = ChatIds()
     for row in read_rows(path, report, max_line_bytes=max_line_bytes):

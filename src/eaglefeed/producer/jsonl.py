@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from eaglefeed.errors import InputError
+from eaglefeed.errors import ConfigError, InputError
 
 __all__ = ["MAX_LINE_BYTES", "ReadReport", "Rejection", "Row", "read_rows"]
 
@@ -87,7 +87,7 @@ def read_rows(path: Path, report: ReadReport, *, max_line_bytes: int = MAX_LINE_
     Lines end at a line feed and nowhere else; blank ones are passed over. A byte-order mark may open the file.
 
     Raises:
-        InputError: the file cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -101,7 +101,8 @@ def read_rows(path: Path, report: ReadReport, *, max_line_bytes: int = MAX_LINE_
                     else:
                         yield Row(line, data)
     except OSError as error:
-        raise InputError("cannot be read", subject=str(path), got=error.strerror) from None
+        fix = "pass the path of a JSONL file"
+        raise ConfigError("cannot be read", subject=str(path), got=error.strerror, fix=fix) from None
 
 
 def _lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:

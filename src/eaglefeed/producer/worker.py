@@ -105,6 +105,7 @@ class ProducerWorker:
         self._lease_batch, self._timeout_s = lease_batch, visibility_timeout_s
         self._max_lease_age_s, self._max_attempts, self._clock = max_lease_age_s, max_attempts, clock
         self._contract: RunContract | None = None
+        self._idle = False
 
     def run(self, stop: threading.Event) -> ProducerStats:
         """Work until the prompts are drained, or `stop` is set: then the item in hand is finished, the rest given back.
@@ -136,6 +137,7 @@ class ProducerWorker:
             self._lease_batch, visibility_timeout_s=self._timeout_s, consumer=self._name, wait_s=_WAIT_S
         )
         if isinstance(lease, Lease):
+            self._idle = False
             renewer.add(lease.token)
             try:
                 self._work_through(lease, renewer, stop)
@@ -145,6 +147,9 @@ class ProducerWorker:
         if lease.state is DrainState.DRAINED:
             self._samples.close()
             return False
+        if not self._idle:
+            log.info("producer_waits_for_prompts", queue=self._prompts.name)
+        self._idle = True
         return True
 
     def _has_room(self) -> bool:
