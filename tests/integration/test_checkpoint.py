@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import draft_samples
 from eaglefeed.consumer.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.draft_config import DraftConfig
@@ -15,15 +16,11 @@ from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
 from eaglefeed.errors import ContractMismatch, SchemaError, SchemaVersionError, StorageError, StoreFull
 from eaglefeed.schema.batch import Eagle3TargetBatch
 
-CONFIG = DraftConfig(
+CONFIG = replace(
+    draft_samples.CONFIG,
     hidden_size=8,
-    intermediate_size=8,
     num_attention_heads=2,
     num_key_value_heads=1,
-    head_dim=4,
-    rms_norm_eps=1e-5,
-    rope_theta=100.0,
-    max_position_embeddings=64,
     vocab_size=12,
     draft_vocab_size=6,
     ttt_steps=2,

@@ -3,16 +3,17 @@
 import json
 import multiprocessing
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import draft_samples
 import pipeline
 import samples
 from eaglefeed.consumer.checkpoint import list_checkpoints
 from eaglefeed.consumer.draft import Eagle3Draft
-from eaglefeed.consumer.draft_config import DraftConfig
 from eaglefeed.consumer.run import TrainingRun, load_run_assets, only_trainer_of, wait_for_run
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
@@ -20,18 +21,8 @@ from eaglefeed.errors import ConfigError, ContractMismatch, SampleMissing, Targe
 
 
 def _trainer() -> DraftTrainer:
-    config = DraftConfig(
-        hidden_size=samples.H,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=2,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        max_position_embeddings=64,
-        vocab_size=pipeline.VOCAB,
-        draft_vocab_size=pipeline.VOCAB,
-    )
+    sizes = {"hidden_size": samples.H, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
+    config = replace(draft_samples.CONFIG, **sizes, vocab_size=pipeline.VOCAB, draft_vocab_size=pipeline.VOCAB)
     return DraftTrainer(Eagle3Draft(config, seed=0))
 
 

@@ -79,7 +79,7 @@ class DemoRun:
             self._wait(lambda: self._queues.samples.stats().ready >= _COMPARED, producer)
             streamed = self._borrow()
             trainer = self._start("train")
-            self._wait(lambda: self._steps() >= _KILL_AFTER_STEPS, producer, trainer)
+            self._wait(self._is_worth_killing, producer, trainer)
             trainer = self._kill_and_restart(trainer)
             self._wait(lambda: self._queues.samples.stats().drained, producer, trainer)
             self._wait(lambda: producer.poll() is not None and trainer.poll() is not None, producer, trainer)
@@ -110,6 +110,9 @@ class DemoRun:
             self._queues.samples, self._store, consumer="demo-comparison", lease_batch=_COMPARED, prefetch=_COMPARED
         ) as stream:
             return stream.take(_COMPARED)
+
+    def _is_worth_killing(self) -> bool:
+        return self._steps() >= _KILL_AFTER_STEPS and self._queues.samples.stats().leased > 0
 
     def _kill_and_restart(self, trainer: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
         trainer.kill()

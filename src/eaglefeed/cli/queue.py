@@ -1,13 +1,25 @@
 """`eaglefeed queue`: look at a run's queues."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eaglefeed.cli.common import ConfigOption, JsonOption, RedisOption, RunOption, emit, open_queues, read_settings
+from eaglefeed.cli.common import (
+    ConfigOption,
+    JsonOption,
+    RedisOption,
+    RunOption,
+    RunQueues,
+    emit,
+    open_queues,
+    read_settings,
+)
 from eaglefeed.errors import ConfigError
-from eaglefeed.queue.base import DeadLetter, QueueStats
+from eaglefeed.queue.base import DeadLetter, LeaseQueue, QueueStats
 
 __all__ = ["app"]
 
@@ -29,8 +41,7 @@ def stats(
     as_json: JsonOption = False,
 ) -> None:
     """Exact counts of both queues."""
-    settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
+    with _looked_at(ctx, config, run, redis) as queues:
         found = [queues.prompts.stats(), queues.samples.stats()]
     emit(as_json, {each.name: asdict(each) for each in found}, [_line(each) for each in found])
 
@@ -45,8 +56,7 @@ def dead_ls(
     as_json: JsonOption = False,
 ) -> None:
     """List dead letters with their reasons."""
-    settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
+    with _looked_at(ctx, config, run, redis) as queues:
         letters = list(_chosen(queues, queue).dead_letters())
     documents = [_document(letter) for letter in letters]
     lines = [f"{letter.id}: {letter.reason} (delivery {letter.delivery_count})" for letter in letters]
@@ -64,17 +74,23 @@ def dead_requeue(
     as_json: JsonOption = False,
 ) -> None:
     """Make dead letters ready again, once what broke them is mended."""
-    settings = read_settings(ctx, config, run__id=run, redis_url=redis)
-    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
+    with _looked_at(ctx, config, run, redis) as queues:
         chosen = _chosen(queues, queue)
         requeued = chosen.requeue(ids or [letter.id for letter in chosen.dead_letters()])
     emit(as_json, {"queue": queue, "requeued": requeued}, [f"{queue}: {requeued} ready again"])
 
 
-def _chosen(queues: Any, name: str) -> Any:
+@contextmanager
+def _looked_at(ctx: typer.Context, config: Path | None, run: str | None, redis: str | None) -> Iterator[RunQueues]:
+    settings = read_settings(ctx, config, run__id=run, redis_url=redis)
+    with open_queues(settings, max_wait_s=_OUTAGE_S, known=True) as queues:
+        yield queues
+
+
+def _chosen(queues: RunQueues, name: str) -> LeaseQueue:
     if name not in ("prompts", "samples"):
         raise ConfigError("no such queue", subject=name, wanted="prompts or samples")
-    return getattr(queues, name)
+    return queues.prompts if name == "prompts" else queues.samples
 
 
 def _document(letter: DeadLetter) -> dict[str, Any]:
