@@ -67,7 +67,6 @@ class DemoRun:
     ) -> None:
         self._settings, self._display, self._queues, self._store = settings, display, queues, store
         self._inputs = inputs
-        self._killed_at = 0
 
     def play(self) -> list[Eagle3TargetBatch]:
         """Run to the end; returns some streamed batches, to compare with colocated ones."""
