@@ -3,9 +3,11 @@
 import re
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from eaglefeed import __version__
 from eaglefeed.cli import answers, demo, feed, produce, queue, train, validate, vocab
 from eaglefeed.errors import (
     ConfigError,
@@ -43,8 +45,6 @@ _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=.*|redis_url=.*", re.DOTALL)
 
 app = typer.Typer(
     name="eaglefeed",
-    help="Stream EAGLE-3 supervision from target models to draft trainers. The order of the work: answers, vocab, "
-    "feed, produce, train. Every command takes section.field=value, such as target.dtype=float32.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -58,6 +58,25 @@ app.command("produce")(produce.produce)
 app.command("train")(train.train)
 app.command("validate")(validate.validate)
 app.add_typer(queue.app, name="queue")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"eaglefeed {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Stream EAGLE-3 supervision from target models to draft trainers.
+
+    The order of the work: answers, vocab, feed, produce, train. Every command takes section.field=value, such as
+    target.dtype=float32.
+    """
 
 
 def exit_code(error: EaglefeedError) -> int:

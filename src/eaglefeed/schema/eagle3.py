@@ -5,7 +5,7 @@ B batch · S sequence · H target hidden size · V target vocabulary · D draft 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eaglefeed.errors import SchemaError, SchemaVersionError
 from eaglefeed.schema.refs import FeatureAlgorithm, FeatureSpec, SampleRef, assert_no_tensors
@@ -36,6 +36,8 @@ EAGLE3_SCHEMA_VERSION = 1
 NUM_AUX_LAYERS = 3
 _FLOATS = ("bfloat16", "float16", "float32")
 _INT = ("int64",)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
     return ids
 
 
-def _given(**features: "Tensor | FeatureSpec | None") -> dict[str, "Tensor | FeatureSpec"]:
+def _given(**features: T | None) -> dict[str, T]:
     packing = {name: features.get(name) for name in EAGLE3_PACKING_FEATURES}
     validate_eagle3_packing_inputs(**packing)
     return {name: value for name, value in features.items() if value is not None}
@@ -119,7 +121,7 @@ def eagle3_logits_tensors(
     Raises:
         SchemaError: only some of the packing features are given.
     """
-    return _given(  # type: ignore[return-value]
+    return _given(
         aux_hidden_states=aux_hidden_states,
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -146,7 +148,7 @@ def eagle3_logits_feature_specs(
     Raises:
         SchemaError: only some of the packing features are given.
     """
-    return _given(  # type: ignore[return-value]
+    return _given(
         aux_hidden_states=aux_hidden_states,
         input_ids=input_ids,
         attention_mask=attention_mask,
