@@ -31,13 +31,13 @@ PREFIX = "EAGLEFEED_"
 
 
 def _aux_layer_ids(value: object) -> object:
-    """Accept "1,14,26" and [1, 14, 26]."""
-    parts = value.split(",") if isinstance(value, str) else value
+    """Accept [1, 14, 26] and its spellings "1,14,26" and "[1, 14, 26]"."""
+    parts = value.strip("[]").split(",") if isinstance(value, str) else value
     return tuple(int(part) for part in parts) if isinstance(parts, list | tuple) else parts
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
 class RunSection(_Section):
@@ -162,7 +162,7 @@ def load_settings(config: Path | None = None, overrides: list[str] | tuple[str, 
 
     Args:
         config: a YAML file with sections.
-        overrides: "section.field=value" (or "redis_url=…"), the value in YAML's spelling.
+        overrides: "section.field=value" (or "redis_url=…"); a value is read as the field's kind, as a variable's is.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown name, a value of the wrong kind; says which and where.
@@ -204,11 +204,10 @@ def _nested(overrides: list[str] | tuple[str, ...]) -> dict[str, Any]:
     for override in overrides:
         name, _, text = override.partition("=")
         section, _, field = name.partition(".")
-        value = yaml.safe_load(text) if text else ""
         if field:
-            sections.setdefault(section, {})[field] = value
+            sections.setdefault(section, {})[field] = text
         else:
-            sections[section] = value
+            sections[section] = text
     return sections
 
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from draft_samples import CONFIG, T2D, D, H, V, make_batch, make_draft
 from torch import Tensor
 
+from draft_samples import CONFIG, T2D, D, H, V, make_batch, make_draft
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.draft_config import DraftConfig
 from eaglefeed.errors import ConfigError, SchemaError

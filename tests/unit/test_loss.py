@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from draft_samples import T2D, D, V, make_batch, make_draft, shift
 
+from draft_samples import T2D, D, V, make_batch, make_draft, shift
 from eaglefeed.consumer.loss import Supervision, project_supervision, unroll_loss
 from eaglefeed.errors import SchemaError
 

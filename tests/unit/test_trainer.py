@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_samples import make_batch, make_draft
 
+from draft_samples import make_batch, make_draft
 from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
 from eaglefeed.errors import SampleCorrupt, SchemaError
 from eaglefeed.schema.batch import Eagle3TargetBatch

@@ -66,11 +66,7 @@ def read_settings(ctx: typer.Context, config: Path | None, **options: object) ->
         options: "section__field" or "redis_url" → value, None where the option was not given; `section.field=value`
             on the command line wins over them.
     """
-    given = [
-        f"{name.replace('__', '.')}={json.dumps(value if isinstance(value, int | float) else str(value))}"
-        for name, value in options.items()
-        if value is not None
-    ]
+    given = [f"{name.replace('__', '.')}={value}" for name, value in options.items() if value is not None]
     settings = load_settings(config, [*given, *(ctx.obj or [])])
     logs.configure(run=settings.run.id)
     return settings

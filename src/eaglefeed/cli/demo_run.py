@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -124,7 +125,7 @@ class DemoRun:
         self._display.event("its leases ran out and came back to the trainer that was started instead")
         return trainer
 
-    def _wait(self, done: Any, *processes: "subprocess.Popen[bytes]") -> None:
+    def _wait(self, done: Callable[[], bool], *processes: "subprocess.Popen[bytes]") -> None:
         deadline_s = SYSTEM_CLOCK.monotonic() + _PHASE_S
         while not done():
             self._display.update(self._rows())
@@ -181,9 +182,7 @@ def _command(settings: Settings, *words: str) -> list[str]:
     changed = settings.model_dump(mode="json", exclude_defaults=True)
     overrides = [f"redis_url={changed.pop('redis_url')}"] if "redis_url" in changed else []
     overrides += [
-        f"{section}.{field}={json.dumps(value)}"
-        for section, fields in changed.items()
-        for field, value in fields.items()
+        f"{section}.{field}={value}" for section, fields in changed.items() for field, value in fields.items()
     ]
     return [sys.executable, "-m", "eaglefeed", *words, *overrides]
 

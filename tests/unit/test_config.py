@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from eaglefeed.config import Settings, load_settings
+from eaglefeed.errors import ConfigError
+
+
+def _file(tmp_path: Path, **sections: object) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def test_the_command_line_wins_over_variables_over_the_file_over_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _file(tmp_path, feed={"max_length": 11, "batch_size": 12}, target={"dtype": "float32", "num_threads": 3})
+    monkeypatch.setenv("EAGLEFEED_FEED__BATCH_SIZE", "22")
+    monkeypatch.setenv("EAGLEFEED_TARGET__NUM_THREADS", "23")
+    settings = load_settings(path, ["target.num_threads=33"])
+    assert settings.feed.max_length == 11
+    assert settings.feed.batch_size == 22
+    assert settings.target.num_threads == 33
+    assert settings.target.dtype == "float32"
+    assert settings.target.device == "cpu"
+
+
+def test_of_two_words_for_one_setting_the_last_wins() -> None:
+    assert load_settings(None, ["feed.max_length=3", "feed.max_length=4"]).feed.max_length == 4
+
+
+@pytest.mark.parametrize("run_id", ["123", "2026-11-30", "1e5", "true", "null", "a.b-c_d"])
+def test_a_run_id_is_a_text_whatever_it_looks_like(run_id: str) -> None:
+    assert load_settings(None, [f"run.id={run_id}"]).run.id == run_id
+
+
+def test_a_run_id_in_a_file_may_look_like_a_number(tmp_path: Path) -> None:
+    assert load_settings(_file(tmp_path, run={"id": 123})).run.id == "123"
+
+
+@pytest.mark.parametrize("run_id", ["", "../x", "a/b", "-x", "a" * 65, "a b"])
+def test_a_run_id_that_cannot_name_a_folder_is_refused(run_id: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.id"):
+        load_settings(None, [f"run.id={run_id}"])
+
+
+@pytest.mark.parametrize("spelling", ["1,14,26", "[1, 14, 26]", "1, 14, 26"])
+def test_layer_ids_on_the_command_line(spelling: str) -> None:
+    assert load_settings(None, [f"target.aux_layer_ids={spelling}"]).target.aux_layer_ids == (1, 14, 26)
+
+
+def test_layer_ids_in_a_file(tmp_path: Path) -> None:
+    assert load_settings(_file(tmp_path, target={"aux_layer_ids": [3, 2, 1]})).target.aux_layer_ids == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("feed.max_lenght=3", "feed.max_lenght"),
+        ("fede.max_length=3", "fede"),
+        ("feed.max_length=many", "feed.max_length"),
+        ("feed.max_length=1", "feed.max_length"),
+        ("target.dtype=int4", "target.dtype"),
+        ("target.aux_layer_ids=1,2", "target.aux_layer_ids"),
+        ("target.aux_layer_ids=a,b,c", "target.aux_layer_ids"),
+        ("queue.visibility_timeout_s=0", "queue.visibility_timeout_s"),
+    ],
+)
+def test_what_cannot_be_set_is_named(word: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load_settings(None, [word])
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("run: [")
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_settings(path)
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_settings(tmp_path / "nowhere.yaml")
+
+
+def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEFEED_REDISURL", "redis://x")
+    with pytest.raises(ConfigError, match="EAGLEFEED_REDISURL"):
+        load_settings()
+
+
+def test_settings_are_frozen() -> None:
+    settings = load_settings()
+    with pytest.raises(ValidationError):
+        settings.run.id = "other"
+
+
+def test_a_run_has_its_own_folders() -> None:
+    settings = load_settings(None, ["run.id=x", "run.dir=/tmp/all"])
+    assert settings.store_uri == "file:///tmp/all/x/shards"
+    assert settings.train_output == Path("/tmp/all/x/draft")
+    assert load_settings(None, ["store.uri=mem://y"]).store_uri == "mem://y"
+
+
+def test_the_defaults_hold_together() -> None:
+    queue = Settings().queue
+    assert queue.low_count < queue.high_count <= queue.max_depth
+    assert queue.low_bytes < queue.high_bytes
