@@ -60,12 +60,13 @@ def test_the_demo_keeps_every_promise_it_prints(tmp_path: Path) -> None:
 
 
 @pytest.mark.target
-def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", [b"preparing", b"fed "])
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path, moment: bytes) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-m", "eaglefeed", "demo"], cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE
     )
     assert demo.stderr is not None
-    assert any(line.startswith(b"fed ") for line in demo.stderr)
+    assert any(line.startswith(moment) for line in demo.stderr)
     demo.send_signal(signal.SIGINT)
     demo.communicate(timeout=60)
     assert demo.returncode == 130

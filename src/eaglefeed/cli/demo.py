@@ -2,13 +2,14 @@
 
 import json
 import sys
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from eaglefeed.cli.common import JsonOption, TargetOption, open_queues, opened_store, read_settings
+from eaglefeed.cli.common import JsonOption, TargetOption, open_queues, opened_store, read_settings, stop_on_signals
 from eaglefeed.cli.display import RunDisplay
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
@@ -67,13 +68,16 @@ def demo(
 
 def _play(settings: Settings, display: RunDisplay) -> dict[str, Any]:
     from eaglefeed.cli.demo_evaluation import evaluate_drafts, held_out_prompts, same_as_colocated
+    from eaglefeed.cli.demo_processes import DemoProcesses
     from eaglefeed.cli.demo_run import DemoRun, prepare
     from eaglefeed.cli.targets import target_model, target_tokenizer
 
-    inputs = prepare(settings, display, NUM_TRAINED)
+    stop = threading.Event()
     with open_queues(settings) as queues, opened_store(settings) as store:
-        run = DemoRun(settings, display, queues, store, inputs)
-        streamed = run.play()
+        with stop_on_signals(stop.set), DemoProcesses(settings, stop) as processes:
+            inputs = prepare(settings, display, processes, NUM_TRAINED)
+            run = DemoRun(settings, display, processes, queues, store, inputs)
+            streamed = run.play()
         display.event("loading the target to compare and to evaluate with")
         model, tokenizer = target_model(settings), target_tokenizer(settings)
         equal = same_as_colocated(model, tokenizer, inputs, streamed, settings)

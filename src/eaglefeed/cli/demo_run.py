@@ -1,17 +1,16 @@
 """The demo's processes: a producer and a trainer as a user would start them, and the crash in between."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from eaglefeed.cli.common import RunQueues
+from eaglefeed.cli.demo_processes import DemoProcesses
 from eaglefeed.cli.display import RunDisplay
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
@@ -21,6 +20,9 @@ from eaglefeed.errors import EaglefeedError
 from eaglefeed.queue.base import QueueStats
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.storage.base import FeatureStore
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["DemoInputs", "DemoRun", "prepare"]
 
@@ -41,7 +43,7 @@ class DemoInputs:
     vocab: Path
 
 
-def prepare(settings: Settings, display: RunDisplay, num_trained: int) -> DemoInputs:
+def prepare(settings: Settings, display: RunDisplay, processes: DemoProcesses, num_trained: int) -> DemoInputs:
     """Split the packaged conversations by the hash of their ids, and choose the draft vocabulary."""
     folder = settings.run_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,7 @@ def prepare(settings: Settings, display: RunDisplay, num_trained: int) -> DemoIn
     inputs.held_out.write_text("".join(held_out), encoding="utf-8")
     display.event(f"{len(train)} conversations to train on, {len(held_out)} held out by the hash of their id")
     display.event("preparing the target (converted once, about 20 s) and the draft vocabulary")
-    _run_to_end(settings, "vocab", str(inputs.train), "-o", str(inputs.vocab))
+    processes.run_to_end("vocab", str(inputs.train), "-o", str(inputs.vocab))
     return inputs
 
 
@@ -64,29 +66,30 @@ class DemoRun:
     """Feeds, produces and trains in processes of their own, and watches them."""
 
     def __init__(
-        self, settings: Settings, display: RunDisplay, queues: RunQueues, store: FeatureStore, inputs: DemoInputs
+        self,
+        settings: Settings,
+        display: RunDisplay,
+        processes: DemoProcesses,
+        queues: RunQueues,
+        store: FeatureStore,
+        inputs: DemoInputs,
     ) -> None:
-        self._settings, self._display, self._queues, self._store = settings, display, queues, store
-        self._inputs = inputs
+        self._settings, self._display, self._processes = settings, display, processes
+        self._queues, self._store, self._inputs = queues, store, inputs
 
     def play(self) -> list[Eagle3TargetBatch]:
         """Run to the end; returns some streamed batches, to compare with colocated ones."""
-        _run_to_end(self._settings, "feed", str(self._inputs.train), "--vocab", str(self._inputs.vocab))
+        vocab = str(self._inputs.vocab)
+        self._processes.run_to_end("feed", str(self._inputs.train), "--vocab", vocab)
         self._display.event(f"fed {self._queues.prompts.stats().ready} prompts")
-        producer = self._start("produce", "--vocab", str(self._inputs.vocab))
-        trainer: subprocess.Popen[bytes] | None = None
-        try:
-            self._wait(lambda: self._queues.samples.stats().ready >= _COMPARED, producer)
-            streamed = self._borrow()
-            trainer = self._start("train")
-            self._wait(self._is_worth_killing, producer, trainer)
-            trainer = self._kill_and_restart(trainer)
-            self._wait(lambda: self._queues.samples.stats().drained, producer, trainer)
-            self._wait(lambda: producer.poll() is not None and trainer.poll() is not None, producer, trainer)
-        finally:
-            for process in filter(None, (producer, trainer)):
-                process.kill()
-                process.wait()
+        producer = self._processes.start("produce", "--vocab", vocab)
+        self._wait(lambda: self._queues.samples.stats().ready >= _COMPARED)
+        streamed = self._borrow()
+        trainer = self._processes.start("train")
+        self._wait(self._is_worth_killing)
+        trainer = self._kill_and_restart(trainer)
+        self._wait(lambda: self._queues.samples.stats().drained)
+        self._wait(lambda: producer.poll() is not None and trainer.poll() is not None)
         return streamed
 
     def result(self) -> dict[str, Any]:
@@ -115,23 +118,20 @@ class DemoRun:
         return self._steps() >= _KILL_AFTER_STEPS and self._queues.samples.stats().leased > 0
 
     def _kill_and_restart(self, trainer: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-        trainer.kill()
-        trainer.wait()
+        self._processes.kill(trainer)
         leased = self._queues.samples.stats().leased
         self._display.event(f"killed the trainer (SIGKILL) at step {self._steps()}; it held {leased} leases")
         before = self._queues.samples.stats().redelivered
-        trainer = self._start("train")
-        self._wait(lambda: self._queues.samples.stats().redelivered > before, trainer)
+        trainer = self._processes.start("train")
+        self._wait(lambda: self._queues.samples.stats().redelivered > before)
         self._display.event("its leases ran out and came back to the trainer that was started instead")
         return trainer
 
-    def _wait(self, done: Callable[[], bool], *processes: "subprocess.Popen[bytes]") -> None:
+    def _wait(self, done: Callable[[], bool]) -> None:
         deadline_s = SYSTEM_CLOCK.monotonic() + _PHASE_S
         while not done():
             self._display.update(self._rows())
-            for process in processes:
-                if process.poll():
-                    raise _failed(self._settings, process)
+            self._processes.check()
             if SYSTEM_CLOCK.monotonic() > deadline_s:
                 raise EaglefeedError(
                     f"the demo made no progress in {_PHASE_S:g} s", subject=str(self._settings.run_dir)
@@ -152,11 +152,6 @@ class DemoRun:
             "bottleneck": _bottleneck(prompts, samples),
         }
 
-    def _start(self, *words: str) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            _command(self._settings, *words), stdout=subprocess.DEVNULL, stderr=_log(self._settings, words[0])
-        )
-
     def _history(self) -> list[dict[str, Any]]:
         path = self._settings.train_output / "history.jsonl"
         if not path.exists():
@@ -175,35 +170,6 @@ def _bottleneck(prompts: QueueStats, samples: QueueStats) -> str:
     if prompts.unsettled and not samples.ready:
         return "the producer: the trainer takes samples as they come"
     return "the trainer: samples wait for it" if samples.ready else "none: the last samples are being trained on"
-
-
-def _command(settings: Settings, *words: str) -> list[str]:
-    """A command line that runs with just these settings, whatever the folder and the variables."""
-    changed = settings.model_dump(mode="json", exclude_defaults=True)
-    overrides = [f"redis_url={changed.pop('redis_url')}"] if "redis_url" in changed else []
-    overrides += [
-        f"{section}.{field}={value}" for section, fields in changed.items() for field, value in fields.items()
-    ]
-    return [sys.executable, "-m", "eaglefeed", *words, *overrides]
-
-
-def _log(settings: Settings, name: str) -> IO[bytes]:
-    return (settings.run_dir / f"{name}.log").open("ab")
-
-
-def _run_to_end(settings: Settings, *words: str) -> None:
-    with _log(settings, words[0]) as log:
-        process = subprocess.Popen(_command(settings, *words), stdout=log, stderr=log)
-        if process.wait(timeout=_PHASE_S):
-            raise _failed(settings, process)
-
-
-def _failed(settings: Settings, process: "subprocess.Popen[bytes]") -> EaglefeedError:
-    words = process.args if isinstance(process.args, list) else [str(process.args)]
-    name = str(words[3])
-    last = (settings.run_dir / f"{name}.log").read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
-    what = f"`eaglefeed {name}` ended with {process.returncode}"
-    return EaglefeedError(what, subject=str(settings.run_dir / f"{name}.log"), got=last)
 
 
 def _mean(values: list[float]) -> float:
