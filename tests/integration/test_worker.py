@@ -64,7 +64,7 @@ def test_a_producer_that_differs_is_refused_and_gives_its_prompts_back(field: st
         run.produce(own=pipeline.contract(**{field: other}))
     assert run.target.calls == 0
     assert run.samples.stats().unsettled == 0
-    assert run.prompts.stats().dead == 0
+    assert (run.prompts.stats().ready, run.prompts.stats().leased, run.prompts.stats().dead) == (3, 0, 0)
 
 
 def test_prompts_of_another_tokenizer_are_refused_before_a_forward() -> None:

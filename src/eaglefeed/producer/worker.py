@@ -163,14 +163,19 @@ class ProducerWorker:
 
     def _work_through(self, lease: Lease, renewer: LeaseRenewer, stop: threading.Event) -> None:
         for index, item in enumerate(lease.items):
+            rest = [left.id for left in lease.items[index:]]
             if stop.is_set() or renewer.is_lost(lease.token):
-                rest = [left.id for left in lease.items[index:]]
                 self._give_back(lease, rest, "producer stopped")
                 return
             renewer.progress()
             self._prompts.beat("producer", self._name)
-            if not self._attempt(lease, item):
-                self._give_back(lease, [left.id for left in lease.items[index:]], "store full")
+            try:
+                has_room = self._attempt(lease, item)
+            except ContractMismatch:
+                self._give_back(lease, rest, "producer differs from the contract")
+                raise
+            if not has_room:
+                self._give_back(lease, rest, "store full")
                 self._pause()
                 return
 
@@ -185,14 +190,9 @@ class ProducerWorker:
             self.stats.stale += 1
             log.warning("lease_lost", sample_id=item.id, lease=lease.token, reason=str(error))
         except ContractMismatch:
-            self._give_back(lease, [item.id], "producer differs from the contract")
             raise
-        except (
-            IdConflict,
-            SchemaError,
-            StorageError,
-            RuntimeError,
-        ) as error:  # torch raises RuntimeError, also when out of memory
+        # torch raises RuntimeError, also when it is out of memory
+        except (IdConflict, SchemaError, StorageError, RuntimeError) as error:
             self._fail(lease, item, error)
         return True
 
