@@ -10,13 +10,13 @@ from functools import cache
 from hashlib import sha1
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import fakeredis
 
 from eaglefeed.errors import ConfigError
 from eaglefeed.queue import EmbeddedServer, connect
-from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.queue.redis import RedisLeaseQueue
@@ -54,26 +54,32 @@ class VirtualTimeClient(QueueClient):
         super().__init__(pool, address="virtual time")
         self.test_clock = clock
 
-    def run(self, script: Script, keys: Sequence[str], args: Sequence[Any], *, repeatable: bool = True) -> Any:
+    def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         now_us = int(self.test_clock.time() * 1000) * 1000
-        return super().run(
-            _with_argument(script), keys, [*args, now_us // 1_000_000, now_us % 1_000_000], repeatable=repeatable
-        )
+        return super().run(_with_argument(script), keys, [*args, now_us // 1_000_000, now_us % 1_000_000])
 
 
 @cache
 def _with_argument(script: Script) -> Script:
-    assert script.text.count(_TIME) == 1
+    assert script.text.count(_TIME) == script.text.count("'TIME'") <= 1
+    head = "local AGAIN = table.remove(ARGV)\n" if script.replays else ""
+    assert script.text.startswith(head)
     taken = "local TEST_TIME = {table.remove(ARGV, #ARGV - 1), table.remove(ARGV)}\n"
-    text = taken + script.text.replace(_TIME, "local time = TEST_TIME")
+    text = head + taken + script.text.removeprefix(head).replace(_TIME, "local time = TEST_TIME")
     return replace(script, text=text, sha=sha1(text.encode()).hexdigest())
+
+
+class OpenQueue(Protocol):
+    """Opens a queue of the bench's run."""
+
+    def __call__(self, name: str, group: str = MAIN_GROUP) -> LeaseQueue: ...
 
 
 class Bench(NamedTuple):
     """One kind of queue under test, in a run of its own."""
 
     kind: str
-    queue: Callable[[str], LeaseQueue]
+    queue: OpenQueue
     pass_time: Callable[[float], None]
 
     @property
@@ -85,18 +91,28 @@ class Bench(NamedTuple):
 def memory_bench() -> Bench:
     clock = OffsetClock()
     server = MemoryServer(clock)
-    return Bench("memory", lambda name: MemoryLeaseQueue(server, "run", name, jitter=lambda: JITTER), clock.advance)
+
+    def queue(name: str, group: str = MAIN_GROUP) -> LeaseQueue:
+        return MemoryLeaseQueue(server, "run", name, group, jitter=lambda: JITTER)
+
+    return Bench("memory", queue, clock.advance)
+
+
+def _redis_queues(client: QueueClient, namespace: str) -> OpenQueue:
+    def queue(name: str, group: str = MAIN_GROUP) -> LeaseQueue:
+        return RedisLeaseQueue(client, namespace, name, group, jitter=lambda: JITTER)
+
+    return queue
 
 
 def fakeredis_bench() -> Bench:
     clock = OffsetClock()
     client = VirtualTimeClient(fakeredis.FakeRedis().connection_pool, clock)
-    return Bench("fakeredis", lambda name: RedisLeaseQueue(client, "run", name, jitter=lambda: JITTER), clock.advance)
+    return Bench("fakeredis", _redis_queues(client, "run"), clock.advance)
 
 
 def real_bench(kind: str, client: QueueClient) -> Bench:
-    namespace = f"run{next(_numbers)}"
-    return Bench(kind, lambda name: RedisLeaseQueue(client, namespace, name, jitter=lambda: JITTER), time.sleep)
+    return Bench(kind, _redis_queues(client, f"run{next(_numbers)}"), time.sleep)
 
 
 def real_servers() -> dict[str, str]:

@@ -145,6 +145,17 @@ class StaleLease(QueueError):
         fix = "drop the work, its next holder has it; raise queue.visibility_timeout_s if this repeats"
         super().__init__(f"{operation} refused, lease {token} does not hold it any more", subject=item_id, fix=fix)
 
+    @classmethod
+    def of_session(cls, operation: str, session: int, newest: int) -> "StaleLease":
+        """The session ended, and its leases with it, when another trainer of the group restored a checkpoint."""
+        error = cls(operation, 0)
+        error.what, error.wanted, error.got = f"{operation} refused, its session is over", newest, session
+        error.fix = "stop this trainer: a newer one restored a checkpoint and goes on from there"
+        if not session:
+            error.fix = "this group has checkpoints: call restore(step) first, and pass the session that it returns"
+        error.args = (error._message(),)
+        return error
+
 
 class IdConflict(QueueError):
     """One id was put with two different payloads."""

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 import queue_servers
 from eaglefeed.clock import ManualClock
-from eaglefeed.errors import QueueError
+from eaglefeed.errors import ConfigError, QueueError
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
@@ -27,14 +27,22 @@ from eaglefeed.queue.redis import RedisLeaseQueue
 
 IDS = st.sampled_from([f"id{k}" for k in range(8)])
 SOME = st.lists(IDS, min_size=1, max_size=4)
-NAMES = st.sampled_from(["prompts", "samples"])
+PLACES = st.integers(0, 2)
 PAYLOADS = st.sampled_from([b"one", b"two"])
 TOKENS = st.integers(0, 10)
+STEPS = st.integers(0, 6)
+PRODUCERS = st.sampled_from(["p1", "p2"])
+AGES = st.sampled_from([0, 0, 0, 0, 1])
+
+At = tuple[str, str]
 _runs = count(1)
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Calls both; `tokens` are those handed out, `holder` the newest lease of an id, `done` what was settled."""
+    """Calls both sides, and keeps its own book of who holds what: `holder`, `tentative`, `done` by queue, group and id.
+
+    A place is the prompts queue, or the samples queue as one of its groups sees it.
+    """
 
     pool: Any
 
@@ -42,38 +50,24 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.client = queue_servers.VirtualTimeClient(self.pool, self.clock)
-        run, server = f"model{next(_runs)}", MemoryServer(self.clock)
+        self.run, self.server = f"model{next(_runs)}", MemoryServer(self.clock)
         self.jitter = 0.5
-        self.model: dict[str, LeaseQueue] = {
-            name: MemoryLeaseQueue(server, run, name, jitter=lambda: self.jitter) for name in ("prompts", "samples")
-        }
-        self.real = {
-            name: RedisLeaseQueue(self.client, run, name, jitter=lambda: self.jitter) for name in ("prompts", "samples")
-        }
-        self.tokens: dict[str, list[int]] = {"prompts": [], "samples": []}
-        self.holder: dict[tuple[str, str], int] = {}
+        self.tokens: dict[At, list[int]] = {}
+        self.sessions: dict[At, list[int]] = {}
+        self.holder: dict[tuple[At, str], int] = {}
+        self.tentative: dict[tuple[At, str], int] = {}
         self.known: set[tuple[str, str]] = set()
-        self.done: set[tuple[str, str]] = set()
-
-    def both(self, name: str, call: Callable[[LeaseQueue, dict[str, Any]], Any]) -> Any:
-        """The one result, or the one error, of both queues."""
-        wanted = _outcome(call, self.model[name], self.model)
-        got = _outcome(call, self.real[name], self.real)
-        assert got == wanted
-        return wanted
-
-    def token(self, name: str, place: int) -> int:
-        known = self.tokens[name]
-        return known[-1 - place % len(known)] if known else 1
+        self.done: set[tuple[At, str]] = set()
 
     @initialize(
+        groups=st.sampled_from([["main"], ["main", "other"]]),
         high=st.integers(1, 6),
         low=st.integers(0, 3),
         size=st.integers(5, 60),
         cap=st.integers(2, 9),
         crashes=st.integers(1, 2),
     )
-    def configure(self, high: int, low: int, size: int, cap: int, crashes: int) -> None:
+    def configure(self, groups: list[str], high: int, low: int, size: int, cap: int, crashes: int) -> None:
         self.limits = QueueLimits(
             max_depth=cap,
             high_count=high,
@@ -84,137 +78,266 @@ class QueueMachine(RuleBasedStateMachine):
             backoff_base_s=0.5,
             backoff_max_s=3.0,
         )
-        for name in self.model:
-            self.configure_one(name)
+        self.places: list[At] = [("prompts", "main"), *(("samples", group) for group in groups)]
+        self.model: dict[At, LeaseQueue] = {
+            at: MemoryLeaseQueue(self.server, self.run, *at, jitter=lambda: self.jitter) for at in self.places
+        }
+        self.real = {at: RedisLeaseQueue(self.client, self.run, *at, jitter=lambda: self.jitter) for at in self.places}
+        self.both(self.places[1], lambda queue, _: queue.configure(self.limits, groups=groups))
+        for at in self.places:
+            self.configure_one(at)
 
-    def configure_one(self, name: str) -> None:
-        self.both(name, lambda queue, _: queue.configure(self.limits))
+    def configure_one(self, at: At) -> None:
+        self.both(at, lambda queue, _: queue.configure(self.limits))
+        self.both(at, lambda queue, _: queue.limits())
 
-    @rule(name=NAMES, ids=SOME, payload=PAYLOADS, size=st.integers(0, 20))
-    def put(self, name: str, ids: list[str], payload: bytes, size: int) -> None:
+    def at(self, place: int) -> At:
+        return self.places[place % len(self.places)]
+
+    def both(self, at: At, call: Callable[[LeaseQueue, LeaseQueue], Any]) -> Any:
+        """The one result, or the one error, of both sides; a call is given its queue and the samples queue."""
+        samples = self.places[1]
+        wanted = _outcome(call, self.model[at], self.model[samples])
+        got = _outcome(call, self.real[at], self.real[samples])
+        assert got == wanted
+        return wanted
+
+    def token(self, at: At, place: int) -> int:
+        known = self.tokens.get(at, [])
+        return known[-1 - place % len(known)] if known else 1
+
+    def session(self, at: At, age: int) -> int:
+        known = self.sessions.get(at, [0])
+        return known[-1 - min(age, len(known) - 1)]
+
+    def groups_of(self, name: str) -> list[At]:
+        return [at for at in self.places if at[0] == name]
+
+    @rule(place=PLACES, ids=SOME, payload=PAYLOADS, size=st.integers(0, 20))
+    def put(self, place: int, ids: list[str], payload: bytes, size: int) -> None:
+        at = self.at(place)
         items = [QueueItem(i, payload, size) for i in ids]
-        result = self.both(name, lambda queue, _: queue.put(items))
-        if not isinstance(result, QueueError | str):
-            self.known |= {(name, i) for i in ids}
+        result = self.both(at, lambda queue, _: queue.put(items))
+        if not isinstance(result, str):
+            self.known |= {(at[0], i) for i in ids}
 
-    @rule(name=NAMES, n=st.integers(1, 5), timeout_s=st.sampled_from([0.5, 2.0, 30.0]))
-    def lease(self, name: str, n: int, timeout_s: float) -> None:
-        got = self.both(name, lambda queue, _: queue.lease(n, visibility_timeout_s=timeout_s, consumer="c"))
+    @rule(place=PLACES, n=st.integers(1, 5), timeout_s=st.sampled_from([0.5, 2.0, 30.0]), age=AGES)
+    def lease(self, place: int, n: int, timeout_s: float, age: int) -> None:
+        at = self.at(place)
+        session = self.session(at, age)
+        got = self.both(
+            at, lambda queue, _: queue.lease(n, visibility_timeout_s=timeout_s, consumer="c", session=session)
+        )
         if isinstance(got, Lease):
-            self.tokens[name].append(got.token)
-            self.holder.update({(name, item.id): got.token for item in got.items})
+            self.tokens.setdefault(at, []).append(got.token)
+            for item in got.items:
+                assert (at, item.id) not in self.tentative
+                self.holder[at, item.id] = got.token
 
-    @rule(seconds=st.sampled_from([0.001, 0.3, 1.0, 5.0]))
+    @rule(seconds=st.sampled_from([0.001, 0.3, 1.0, 5.0, 40.0]))
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
-    @rule(name=NAMES, place=TOKENS)
-    def renew(self, name: str, place: int) -> None:
-        token = self.token(name, place)
-        self.both(name, lambda queue, _: queue.renew(token, visibility_timeout_s=2.0))
+    @rule(place=PLACES, token_place=TOKENS)
+    def renew(self, place: int, token_place: int) -> None:
+        at = self.at(place)
+        token = self.token(at, token_place)
+        self.both(at, lambda queue, _: queue.renew(token, visibility_timeout_s=2.0))
 
-    @rule(name=NAMES, place=TOKENS, ids=SOME)
-    def ack(self, name: str, place: int, ids: list[str]) -> None:
-        token = self.token(name, place)
-        result = self.both(name, lambda queue, _: queue.ack(token, ids))
-        self.took(name, token, result.ok)
-        self.done |= {(name, i) for i in result.ok}
+    @rule(place=PLACES, token_place=TOKENS, ids=SOME, step=st.none() | STEPS, age=AGES)
+    def ack(self, place: int, token_place: int, ids: list[str], step: int | None, age: int) -> None:
+        at = self.at(place)
+        token, session = self.token(at, token_place), self.session(at, age)
+        result = self.both(at, lambda queue, _: queue.ack(token, ids, step=step, session=session))
+        if isinstance(result, str):
+            return
+        self.took(at, token, result.ok)
+        if step is None:
+            self.done |= {(at, i) for i in result.ok}
+        else:
+            self.tentative.update({(at, i): step for i in result.ok})
 
     @rule(
-        name=NAMES,
-        place=TOKENS,
+        place=PLACES,
+        token_place=TOKENS,
         ids=SOME,
         retryable=st.booleans(),
         delay_s=st.sampled_from([None, 0, 0.4, 3.0]),
         jitter=st.floats(0, 1, exclude_max=True),
     )
     def nack(
-        self, name: str, place: int, ids: list[str], retryable: bool, delay_s: float | None, jitter: float
+        self, place: int, token_place: int, ids: list[str], retryable: bool, delay_s: float | None, jitter: float
     ) -> None:
-        token, self.jitter = self.token(name, place), jitter
+        at = self.at(place)
+        token, self.jitter, reason = self.token(at, token_place), jitter, f"r{token_place}"
         result = self.both(
-            name, lambda queue, _: queue.nack(token, ids, reason=f"r{place}", retryable=retryable, delay_s=delay_s)
+            at, lambda queue, _: queue.nack(token, ids, reason=reason, retryable=retryable, delay_s=delay_s)
         )
-        self.took(name, token, result.ok)
+        self.took(at, token, result.ok)
 
-    def took(self, name: str, token: int, ids: tuple[str, ...]) -> None:
+    def took(self, at: At, token: int, ids: tuple[str, ...]) -> None:
         """Who settles an item or gives it back is the newest lease's holder, and does so once."""
         assert len(set(ids)) == len(ids)
         for i in ids:
-            assert self.holder.pop((name, i)) == token
-            assert (name, i) not in self.done
+            assert self.holder.pop((at, i)) == token
+            assert (at, i) not in self.done
 
-    @rule(place=TOKENS, prompt=IDS, sample=IDS, payload=PAYLOADS, size=st.integers(0, 20))
-    def handoff(self, place: int, prompt: str, sample: str, payload: bytes, size: int) -> None:
-        token, item = self.token("prompts", place), QueueItem(sample, payload, size)
-        result = self.both("prompts", lambda queue, all_of: queue.handoff(token, prompt, item, all_of["samples"]))
+    @rule(place=PLACES, step=STEPS, age=AGES)
+    def commit(self, place: int, step: int, age: int) -> None:
+        at, session = self.at(place), self.session(self.at(place), age)
+        result = self.both(at, lambda queue, _: queue.commit(step, session=session))
+        if not isinstance(result, str):
+            assert result == self.learned(at, step)
+
+    def learned(self, at: At, step: int) -> int:
+        """What is tentative up to the step is done; how many."""
+        up_to = [key for key, of in self.tentative.items() if key[0] == at and of <= step]
+        self.done |= set(up_to)
+        for key in up_to:
+            del self.tentative[key]
+        return len(up_to)
+
+    @rule(place=PLACES, step=STEPS, seen=st.lists(IDS, max_size=3))
+    def restore(self, place: int, step: int, seen: list[str]) -> None:
+        at = self.at(place)
+        dead = {letter.id for letter in self.model[at].dead_letters()}
+        held = set(self.model_held(at))
+        result = self.both(at, lambda queue, _: queue.restore(step, seen=seen))
+        if isinstance(result, str):
+            return
+        self.sessions.setdefault(at, [0]).append(result)
+        for i in set(seen) - dead - held:
+            if (at[0], i) in self.known and (at, i) not in self.done:
+                self.tentative[at, i] = step
+        self.learned(at, step)
+        for book in (self.tentative, self.holder):
+            for key in [key for key in book if key[0] == at]:
+                del book[key]
+
+    def model_held(self, at: At) -> list[str]:
+        return [i.decode() for i in self.client.call("HKEYS", self.real[at].key("held"))]
+
+    @rule(place=PLACES, ids=SOME)
+    def forget(self, place: int, ids: list[str]) -> None:
+        self.both(self.at(place), lambda queue, _: queue.forget(ids))
+
+    @rule(token_place=TOKENS, prompt=IDS, sample=st.none() | IDS, payload=PAYLOADS, size=st.integers(0, 20))
+    def handoff(self, token_place: int, prompt: str, sample: str | None, payload: bytes, size: int) -> None:
+        self.hand_off(token_place, prompt, QueueItem(sample or prompt, payload, size), "")
+
+    @rule(token_place=TOKENS, prompt=IDS, payload=PAYLOADS, size=st.integers(0, 20), holder=PRODUCERS)
+    def keep_and_hand_off(self, token_place: int, prompt: str, payload: bytes, size: int, holder: str) -> None:
+        self.hand_off(token_place, prompt, QueueItem(prompt, payload, size), holder)
+
+    def hand_off(self, token_place: int, prompt: str, item: QueueItem, holder: str) -> None:
+        at = self.places[0]
+        token = self.token(at, token_place)
+        result = self.both(at, lambda queue, samples: queue.handoff(token, prompt, item, samples, holder=holder))
         if result is None:
-            self.known.add(("samples", sample))
-            if self.holder.get(("prompts", prompt)) == token:
-                del self.holder["prompts", prompt]
-                self.done.add(("prompts", prompt))
+            self.known.add(("samples", item.id))
+            if self.holder.get((at, prompt)) == token:
+                del self.holder[at, prompt]
+                self.done.add((at, prompt))
+
+    @rule()
+    def recall(self) -> None:
+        at = self.places[0]
+        self.both(at, lambda queue, samples: queue.recall(samples))
 
     @precondition(lambda self: len(self.known) > 6)
-    @rule(name=NAMES)
-    def close(self, name: str) -> None:
-        self.both(name, lambda queue, _: queue.close())
+    @rule(place=PLACES)
+    def close(self, place: int) -> None:
+        self.both(self.at(place), lambda queue, _: queue.close())
 
-    @rule(name=NAMES, ids=SOME)
-    def requeue(self, name: str, ids: list[str]) -> None:
-        self.both(name, lambda queue, _: queue.requeue(ids))
+    @rule(place=PLACES, ids=SOME)
+    def requeue(self, place: int, ids: list[str]) -> None:
+        self.both(self.at(place), lambda queue, _: queue.requeue(ids))
 
     @precondition(lambda self: len(self.done) > 2)
-    @rule(name=NAMES)
-    def purge(self, name: str) -> None:
-        self.both(name, lambda queue, _: queue.purge())
-        self.configure_one(name)
-        self.known = {(of, i) for of, i in self.known if of != name}
-        self.done = {(of, i) for of, i in self.done if of != name}
-        self.holder = {(of, i): token for (of, i), token in self.holder.items() if of != name}
+    @rule(place=PLACES)
+    def purge(self, place: int) -> None:
+        at = self.at(place)
+        self.both(at, lambda queue, _: queue.purge())
+        self.configure_one(at)
+        self.known = {(of, i) for of, i in self.known if of != at[0]}
+        self.done = {(of, i) for of, i in self.done if of[0] != at[0]}
+        for book in (self.holder, self.tentative):
+            for key in [key for key in book if key[0][0] == at[0]]:
+                del book[key]
 
-    @rule(name=NAMES, worker=IDS)
-    def beat(self, name: str, worker: str) -> None:
-        self.both(name, lambda queue, _: queue.beat("producer", worker))
+    @rule(place=PLACES, worker=PRODUCERS, lives=st.booleans())
+    def show_life(self, place: int, worker: str, lives: bool) -> None:
+        at = self.at(place)
+        self.both(at, lambda queue, _: (queue.beat if lives else queue.farewell)("producer", worker))
 
     @invariant()
     def both_tell_the_same(self) -> None:
-        for name in self.model:
-            self.both(name, lambda queue, _: queue.stats())
-            self.both(name, lambda queue, _: sorted(queue.dead_letters()))
-            self.both(name, lambda queue, _: list(queue.payloads()))
+        for at in self.model:
+            self.both(at, lambda queue, _: queue.stats())
+            self.both(at, lambda queue, _: queue.has_room())
+            self.both(at, lambda queue, _: sorted(queue.dead_letters()))
+            self.both(at, lambda queue, _: list(queue.payloads()))
+            self.both(at, lambda queue, _: sorted(queue.released()))
 
     @invariant()
-    def every_item_is_in_one_place(self) -> None:
-        for name, queue in self.real.items():
+    def every_item_is_in_one_place_of_each_group(self) -> None:
+        for at, queue in self.real.items():
             places = {
                 "ready": self.client.call("LRANGE", queue.key("ready"), 0, -1),
-                "owned": self.client.call("HKEYS", queue.key("owner")),
+                "leased": self.leased(queue),
                 "delayed": self.client.call("ZRANGE", queue.key("delayed"), 0, -1),
+                "tentative": self.learned_ids(queue),
+                "parked": self.client.call("SMEMBERS", queue.key("parked")),
                 "dead": self.client.call("HKEYS", queue.key("dead")),
-                "done": [i.encode() for of, i in self.done if of == name],
+                "held": self.client.call("HKEYS", queue.key("held")),
             }
             found = [i.decode() for ids in places.values() for i in ids]
-            assert sorted(found) == sorted(i for of, i in self.known if of == name), places
+            # what this machine's own book says; a prompt whose producer died is not done although it was handed off
+            done = [i for of, i in self.done if of == at and (at[0] == "samples" or i not in found)]
+            assert sorted(found + done) == sorted(i for of, i in self.known if of == at[0]), places
             assert self.client.call("LLEN", queue.key("wake")) <= 4
-            unsettled = [i for part in ("ready", "owned", "delayed") for i in places[part]]
-            assert sorted(i.encode() for i, *_ in queue.payloads()) == sorted(unsettled)
+            assert self.client.call("LLEN", queue.key("room")) <= 64
+            tentative = {i: step for (of, i), step in self.tentative.items() if of == at}
+            assert sorted(i.decode() for i in places["tentative"]) == sorted(tentative)
+
+    @invariant()
+    def payloads_are_those_of_all_that_some_group_has_to_do(self) -> None:
+        for name in {at[0] for at in self.real}:
+            groups = self.groups_of(name)
+            settled = [self.settled(at) for at in groups]
+            unsettled = {i for of, i in self.known if of == name} - set.intersection(*settled)
+            assert sorted(i for i, *_ in self.real[groups[0]].payloads()) == sorted(unsettled)
+
+    def leased(self, queue: RedisLeaseQueue) -> list[bytes]:
+        return [i for value in self.client.call("HVALS", queue.key("state")) for i in value.split(b"\n")[1:]]
+
+    def learned_ids(self, queue: RedisLeaseQueue) -> list[bytes]:
+        return [i for ids in self.client.call("ZRANGE", queue.key("tentative"), 0, -1) for i in ids.split(b"\n")]
+
+    def settled(self, at: At) -> set[str]:
+        queue = self.real[at]
+        parts = [self.client.call("LRANGE", queue.key("ready"), 0, -1)]
+        parts += [self.client.call("ZRANGE", queue.key("delayed"), 0, -1), self.client.call("HKEYS", queue.key("held"))]
+        parts += [self.client.call("SMEMBERS", queue.key("parked")), self.leased(queue), self.learned_ids(queue)]
+        open_ids = {i.decode() for part in parts for i in part}
+        return {i for of, i in self.known if of == at[0]} - open_ids
 
 
-def _outcome(call: Callable[..., Any], queue: LeaseQueue, all_of: Any) -> Any:
+def _outcome(call: Callable[..., Any], queue: LeaseQueue, samples: LeaseQueue) -> Any:
     try:
-        return call(queue, all_of)
-    except QueueError as error:
+        return call(queue, samples)
+    except (QueueError, ConfigError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _check(pool: Any, examples: int) -> None:
+def _check(pool: Any, examples: int, steps: int = 40) -> None:
     machine = type("Machine", (QueueMachine,), {"pool": pool})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
-            stateful_step_count=40,
+            stateful_step_count=steps,
             deadline=None,
             database=None,
             suppress_health_check=checks,

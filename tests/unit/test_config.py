@@ -67,11 +67,58 @@ def test_layer_ids_in_a_file(tmp_path: Path) -> None:
         ("target.aux_layer_ids=1,2", "target.aux_layer_ids"),
         ("target.aux_layer_ids=a,b,c", "target.aux_layer_ids"),
         ("queue.visibility_timeout_s=0", "queue.visibility_timeout_s"),
+        ("queue.groups=", "queue.groups"),
+        ("queue.groups=a,a", "queue.groups"),
+        ("queue.groups=a,-b", "queue.groups"),
+        ("train.group=a b", "train.group"),
+        ("queue.low_count=100001", "low_count 100001 is above high_count 100000"),
+        ("queue.low_bytes=68719476737", "low_bytes 68719476737 is above high_bytes 68719476736"),
     ],
 )
 def test_what_cannot_be_set_is_named(word: str, name: str) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         load_settings(None, [word])
+
+
+def test_groups_are_a_list_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().queue.groups == ("main",)
+    for spelling in ("own,ema", "[own, ema]", "['own', 'ema']"):
+        assert load_settings(None, [f"queue.groups={spelling}"]).queue.groups == ("own", "ema")
+    assert load_settings(_file(tmp_path, queue={"groups": ["own", "ema"]})).queue.groups == ("own", "ema")
+    monkeypatch.setenv("EAGLEFEED_QUEUE__GROUPS", "own, ema")
+    monkeypatch.setenv("EAGLEFEED_TARGET__AUX_LAYER_IDS", "3,2,1")
+    assert load_settings().queue.groups == ("own", "ema")
+    assert load_settings().target.aux_layer_ids == (3, 2, 1)
+    monkeypatch.setenv("EAGLEFEED_QUEUE__GROUPS", '["own", "ema"]')
+    assert load_settings().queue.groups == ("own", "ema")
+
+
+def test_a_low_mark_that_is_not_given_follows_its_high_mark() -> None:
+    queue = load_settings(None, ["queue.high_count=10", "queue.high_bytes=1000"]).queue
+    assert (queue.low_count, queue.low_bytes) == (5, 750)
+
+
+def test_a_password_comes_by_variable_never_shows_and_is_refused_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match="the process list would show it") as caught:
+        load_settings(None, ["queue.password=hunter2"])
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("EAGLEFEED_QUEUE__PASSWORD", "0123")
+    settings = load_settings()
+    assert settings.queue.password is not None
+    assert settings.queue.password.get_secret_value() == "0123"
+    assert "0123" not in f"{settings} {settings!r} {settings.model_dump()} {settings.model_dump_json()}"
+    monkeypatch.setenv("EAGLEFEED_QUEUE__PASSWORD_FILE", "somewhere")
+    with pytest.raises(ConfigError, match="both password and password_file") as caught:
+        load_settings()
+    assert "0123" not in str(caught.value)
+
+
+def test_an_empty_password_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEFEED_QUEUE__PASSWORD", "")
+    with pytest.raises(ConfigError, match=r"queue\.password"):
+        load_settings()
 
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:

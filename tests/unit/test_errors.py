@@ -59,3 +59,9 @@ def test_exit_codes() -> None:
     assert exit_code(errors.QueueUnavailable("a", "b")) == 4
     assert exit_code(errors.EaglefeedError("x")) == 1
     assert all(inspect.isclass(kind) for kind, _ in EXIT_CODES)
+
+
+def test_a_trainer_whose_session_is_over_is_told_to_stop_and_one_without_a_session_to_restore() -> None:
+    replaced, careless = (errors.StaleLease.of_session("ack", session, 7) for session in (3, 0))
+    assert str(replaced).startswith("ack refused, its session is over, wanted 7, got 3; stop this trainer")
+    assert "call restore(step) first" in str(careless)

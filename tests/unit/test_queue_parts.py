@@ -11,12 +11,12 @@ from eaglefeed.errors import ConfigError, UnsafeServer
 from eaglefeed.queue import connect, rules, server_process
 from eaglefeed.queue.base import QueueItem, QueueLimits
 from eaglefeed.queue.checks import check_server
-from eaglefeed.queue.scripts import load
+from eaglefeed.queue.scripts import SHARED, load
 from eaglefeed.queue.server_process import find_server_binary
 
 HEALTHY = {"redis_version": "8.2.2", "role": "master", "maxmemory_policy": "noeviction", "aof_enabled": "1"}
 SCRIPTS = sorted(Path(str(file)).stem for file in (files("eaglefeed.queue") / "lua").iterdir())
-COMMANDS = [name for name in SCRIPTS if name != "common"]
+COMMANDS = [name for name in SCRIPTS if name not in SHARED]
 
 
 def warnings_of(**changes: str) -> list[str]:
@@ -33,7 +33,6 @@ def test_a_raw_reserved_character_in_the_password_is_told_without_the_password(s
     with pytest.raises(ConfigError, match=r"percent-encode it.*password file") as caught:
         connect(f"redis://user:{secret}@host:6379/0")
     assert "pa" not in str(caught.value).replace("password", "")
-    assert "host:6379" in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["", "localhost:6379", "http://host", "redis:host", "memcached://host:1"])
@@ -127,37 +126,76 @@ def test_a_server_on_the_path_is_taken_if_none_is_bundled(monkeypatch: pytest.Mo
 # scripts
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def text_of(name: str) -> str:
+    """A script without its comments."""
+    return re.sub(r"--.*", "", (files("eaglefeed.queue") / "lua" / f"{name}.lua").read_text())
+
+
+_FUNCTION = re.compile(r"^(?:local )?function (\w+)\((.*?)\)\n(.*?)^end", re.MULTILINE | re.DOTALL)
+HELPERS = {name: (params.split(", "), body) for name, params, body in _FUNCTION.findall("".join(map(text_of, SHARED)))}
+
+
+_CALL = re.compile(r"(?=\b(\w+)\(((?:\w+|\{\w+\})(?:, (?:\w+|\{\w+\}))*))")
+
+
+def touched(code: str, tables: dict[str, str], seen: set[tuple[str, ...]]) -> set[tuple[str, str]]:
+    """(table, key) of all that `code` and its helpers touch; `tables` says what a variable stands for.
+
+    A variable for a list of groups stands for "[each]", and its members for "each". `seen` are calls not to follow.
+    """
+    members = re.findall(r"for \w+, (\w+) in ipairs\((\w+)\)", code)
+    known = tables | {member: tables[many].strip("[]") for member, many in members if many in tables}
+    found = {(known[name], key) for name, key in re.findall(r"\b(\w+)\.(\w+)", code) if name in known}
+    for name, arguments in _CALL.findall(code):
+        given = [_stands_for(argument, known) for argument in arguments.split(", ")]
+        if name in HELPERS and (name, *given) not in seen:
+            params, body = HELPERS[name]
+            seen.add((name, *given))
+            found |= touched(body, dict(zip(params, given, strict=False)), seen)
+    return found
+
+
+def _stands_for(argument: str, known: dict[str, str]) -> str:
+    """`{prompts}` is a list of one."""
+    name = argument.strip("{}")
+    return f"[{known.get(name, '')}]" if name != argument else known.get(name, "")
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "purge"])
 def test_a_script_declares_exactly_the_keys_that_it_and_its_helpers_touch(name: str) -> None:
-    declared = set(load(name).keys)
-    lua = files("eaglefeed.queue") / "lua"
-    body, common = (lua / f"{name}.lua").read_text(), (lua / "common.lua").read_text()
-    code = re.sub(r"--.*", "", body)
-    used = set(re.findall(r"\b(q|prompts|samples)\.(\w+)", code))
-    helpers = dict(re.findall(r"^local function (\w+)\(q.*?\)\n(.*?)^end", common, re.MULTILINE | re.DOTALL))
-    pending = {
-        (helper, table) for helper, table in re.findall(r"(\w+)\((q|prompts|samples)\b", code) if helper in helpers
-    }
-    seen = set()
-    while pending:
-        helper, table = pending.pop()
-        seen.add((helper, table))
-        used |= {(table, key) for key in re.findall(r"\bq\.(\w+)", helpers[helper])}
-        pending |= {(h, table) for h in re.findall(r"(\w+)\(q\b", helpers[helper]) if h in helpers} - seen
-    if name == "purge":
-        used = declared
-    assert used == declared
+    script = load(name)
+    declared = {*script.keys, *(("each", key) for key in script.each)}
+    tables = {table: table for table, _ in script.keys} | {"groups": "[each]"}
+    used = {(table, key) for table, key in touched(text_of(name), tables, set()) if table not in {"", "[each]"}}
+    if "#groups" in text_of(name) and "each" not in dict(used):
+        used |= {("each", key) for key in script.each[:1]}  # one key a group, to count them
+    assert used - {("prompts", "pending")} == declared  # prompts have one group: nothing to count
 
 
 def test_purge_deletes_every_key_of_a_queue() -> None:
-    every = {key for name in COMMANDS for table, key in load(name).keys}
-    assert {key for _, key in load("purge").keys} == every - {"workers"}
+    scripts = [load(name) for name in COMMANDS]
+    every = {
+        key for script in scripts for key in [*script.each, *(key for table, key in script.keys if table != "run")]
+    }
+    purge = load("purge")
+    assert {key for table, key in purge.keys if table != "run"} | set(purge.each) == every
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_use_nothing_that_a_server_may_lack(name: str) -> None:
-    code = (files("eaglefeed.queue") / "lua" / f"{name}.lua").read_text()
-    assert not re.search(r"cmsgpack|struct\.|bit\.|#!|'DEL'|'KEYS'", code)
+    assert not re.search(r"cmsgpack|struct\.|bit\.|#!", text_of(name))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_never_block_the_server_on_a_large_key(name: str) -> None:
+    assert not re.search(r"'(DEL|KEYS|HGETALL|HKEYS|HVALS|SMEMBERS|SORT|FLUSHDB|FLUSHALL)'", text_of(name))
+    assert not re.search(r"'(LRANGE|ZRANGE)', [^,]+, 0, -1", text_of(name))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_know_no_time_but_the_servers(name: str) -> None:
+    assert text_of(name).count("'TIME'") == (name == "common")
+    assert "os." not in text_of(name)
 
 
 # rules

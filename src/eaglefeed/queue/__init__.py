@@ -24,12 +24,14 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
-def open_queue(client: "QueueClient", namespace: str, name: str) -> "LeaseQueue":
-    """The queue `name` ("prompts", "samples") of the run `namespace`; it comes to be with its first item.
+def open_queue(client: "QueueClient", namespace: str, name: str, group: str = "main") -> "LeaseQueue":
+    """The queue `name` ("prompts", "samples", "samples.e1") of the run `namespace`, as its group `group` sees it.
+
+    It comes to be with its first item.
 
     Raises:
         ConfigError: a name that cannot be part of a key.
     """
     from eaglefeed.queue.redis import RedisLeaseQueue
 
-    return RedisLeaseQueue(client, namespace, name)
+    return RedisLeaseQueue(client, namespace, name, group)

@@ -1,22 +1,42 @@
 """The lease queue's interface: who works on what, and for how long.
 
-An item is an id with a payload. It is ready, delayed, leased, done or dead, and always exactly one of these:
+An item is an id with a payload. To each group of its queue it is in exactly one of these states:
 
-    put ─▶ ready ─lease─▶ leased ─ack────────────────▶ done
-             ▲              │ ├─nack(retryable)─▶ delayed ─▶ ready
-             │              │ └─nack(final)──────▶ dead ─requeue─▶ ready
-             └──deadline────┘   (a lone crash too many ─▶ dead)
+    put ─▶ ready ─lease─▶ leased ─ack(step)─▶ tentative ─commit─▶ done
+             ▲  ▲           │ │  └─ack────────────────────────────▶ done
+             │  │           │ ├─nack(retryable)─▶ delayed ─▶ ready
+             │  │           │ └─nack(final)──────▶ dead ─requeue─▶ ready
+             │  └─deadline──┘   (a lone crash too many ─▶ dead)
+             └─restore── (leased, or tentative beyond the restored step)
 
-A lease is a set of items with one token and one deadline; its token fences every later call. Time is the server's.
+A prompt whose sample's tensors stay with their producer is held between its hand-off and that sample's end; when the
+producer dies, the prompt is ready again and its sample is parked until another producer hands it off.
+
+A lease is a set of items with one token and one deadline; its token fences every later call. A session is what a group
+does between two restores; an older session's calls are refused. An item is released once every group has done it, or
+holds it dead and the others have done it: then it takes no room any more. Time is the server's.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
+
+from eaglefeed.queue.values import (
+    MAIN_GROUP,
+    MAX_BATCH,
+    AckResult,
+    DeadLetter,
+    DrainState,
+    Lease,
+    LeasedItem,
+    NoLease,
+    PutResult,
+    QueueItem,
+    QueueLimits,
+    QueueStats,
+)
 
 __all__ = [
+    "MAIN_GROUP",
     "MAX_BATCH",
     "AckResult",
     "DeadLetter",
@@ -31,146 +51,42 @@ __all__ = [
     "QueueStats",
 ]
 
-MAX_BATCH = 1000
-"""Items a call may name; larger sequences are split by the queue itself where that is safe (put)."""
-
-
-class QueueItem(NamedTuple):
-    """One item to put.
-
-    `payload` is what workers get; `stored_bytes` what its sample takes in the store (0 for prompts).
-    """
-
-    id: str
-    payload: bytes
-    stored_bytes: int = 0
-
-
-class PutResult(NamedTuple):
-    """What became of a put: new ids, ids that were known (ready, leased, done or dead), and refs now unsettled."""
-
-    accepted: int
-    duplicate: int
-    depth: int
-
-
-class LeasedItem(NamedTuple):
-    """One item of a lease; `delivery_count` counts from 1."""
-
-    id: str
-    payload: bytes
-    delivery_count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """Items that are yours until `deadline_ms` (server time); renew it in good time."""
-
-    token: int
-    deadline_ms: int
-    items: tuple[LeasedItem, ...]
-
-
-class DrainState(StrEnum):
-    """Why there was nothing to lease."""
-
-    EMPTY = "empty"
-    """Nothing is ready, more may come."""
-    DRAINED = "drained"
-    """Closed, and nothing is ready, delayed or leased."""
-
-
-class NoLease(NamedTuple):
-    """Nothing to lease; `next_ms` is the server time at which a delayed or leased item may be, 0 if there is none."""
-
-    state: DrainState
-    next_ms: int
-
-
-class AckResult(NamedTuple):
-    """Ids that this call settled, and ids that the lease did not hold any more."""
-
-    ok: tuple[str, ...]
-    stale: tuple[str, ...]
-
-
-class DeadLetter(NamedTuple):
-    """An item that was set aside."""
-
-    id: str
-    reason: str
-    delivery_count: int
-    payload: bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueueLimits:
-    """Bounds of a queue, stored with it by whoever configures it.
-
-    Args:
-        max_depth: hard cap on unsettled items; a put over it is QueueFull. A hand-off is never refused.
-        high_count: at this many unsettled items the queue has no room,
-        low_count: and has again at this many.
-        high_bytes: the same by stored bytes,
-        low_bytes: and its low mark.
-        max_deliveries: lone crashes (leased alone, and the lease ran out) before an item is a dead letter.
-        backoff_base_s: delay after the first nack; doubles with each delivery, with jitter,
-        backoff_max_s: up to this.
-    """
-
-    max_depth: int = 1_000_000
-    high_count: int = 100_000
-    low_count: int = 50_000
-    high_bytes: int = 64 * 2**30
-    low_bytes: int = 48 * 2**30
-    max_deliveries: int = 5
-    backoff_base_s: float = 1.0
-    backoff_max_s: float = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueueStats:
-    """Exact counts, read in O(1)."""
-
-    name: str
-    ready: int
-    delayed: int
-    leased: int
-    done: int
-    dead: int
-    redelivered: int
-    stored_bytes: int
-    closed: bool
-    full: bool
-    workers: dict[str, int] = field(default_factory=dict)
-    """Role ("producer", "trainer") → workers of the run that showed a sign of life within the grace period."""
-
-    @property
-    def unsettled(self) -> int:
-        """Items that still need work."""
-        return self.ready + self.delayed + self.leased
-
-    @property
-    def drained(self) -> bool:
-        """Closed, and nothing needs work any more."""
-        return self.closed and self.unsettled == 0
-
 
 class LeaseQueue(ABC):
-    """One queue of a run. Every method raises QueueUnavailable when the server is out of reach."""
+    """One queue of a run, as one of its groups sees it.
+
+    Every method raises QueueUnavailable when the server is out of reach, and repeats itself until then: a call whose
+    reply was lost returns the reply that it would have had.
+    """
 
     namespace: str
     name: str
+    group: str
 
     @abstractmethod
-    def configure(self, limits: QueueLimits) -> None:
-        """Store the queue's limits; a queue that nobody configured has QueueLimits()'s."""
+    def configure(self, limits: QueueLimits, *, groups: Sequence[str] = ()) -> None:
+        """Store the queue's limits and declare its groups, once and for good; () leaves them as they are.
+
+        A queue that nobody configured has QueueLimits()'s, and the group MAIN_GROUP alone.
+
+        Raises:
+            ConfigError: other groups are declared already, or items were put before.
+        """
+
+    @abstractmethod
+    def groups(self) -> tuple[str, ...]:
+        """The declared groups, by name; MAIN_GROUP alone until somebody declares others or puts an item.
+
+        Also a queue object whose own group is not among them tells them.
+        """
+
+    @abstractmethod
+    def limits(self) -> QueueLimits:
+        """The limits that are stored."""
 
     @abstractmethod
     def put(self, items: Sequence[QueueItem]) -> PutResult:
-        """Add items at the tail, in order; known ids are counted as duplicates and left as they are.
-
-        Safe to repeat after a lost reply.
+        """Add items at the tail for every group, in order; known ids count as duplicates and stay as they are.
 
         Raises:
             IdConflict: an id is known with another payload; nothing of its chunk was added.
@@ -179,11 +95,17 @@ class LeaseQueue(ABC):
         """
 
     @abstractmethod
-    def lease(self, n: int, *, visibility_timeout_s: float, consumer: str, wait_s: float = 0.0) -> Lease | NoLease:
+    def lease(
+        self, n: int, *, visibility_timeout_s: float, consumer: str, wait_s: float = 0.0, session: int = 0
+    ) -> Lease | NoLease:
         """Take up to `n` ready items (1 to MAX_BATCH) from the head, and wait up to `wait_s` for the first.
 
         Reclaims expired leases and promotes due delayed items on the way, a bounded number each call. An item with a
-        crash behind it is leased alone.
+        crash behind it is leased alone. Nothing is leased while a restore is under way.
+
+        Raises:
+            StaleLease: `session` is not the group's newest.
+            ConfigError: the group was not declared.
         """
 
     @abstractmethod
@@ -195,8 +117,19 @@ class LeaseQueue(ABC):
         """
 
     @abstractmethod
-    def ack(self, token: int, ids: Sequence[str], *, step: int = 0) -> AckResult:
-        """Settle items as done. An id whose lease was reclaimed is stale, also when it is done by now."""
+    def ack(self, token: int, ids: Sequence[str], *, step: int | None = None, session: int = 0) -> AckResult:
+        """Settle items. An id whose lease was reclaimed is stale, also when it is done by now.
+
+        Args:
+            token: the lease.
+            ids: the items.
+            step: the training step that learned them: they are tentative until that step is committed. None settles
+                them for good at once.
+            session: what `restore` returned, 0 for a group that was never restored.
+
+        Raises:
+            StaleLease: `session` is not the group's newest; nothing was settled.
+        """
 
     @abstractmethod
     def nack(
@@ -214,15 +147,65 @@ class LeaseQueue(ABC):
         """
 
     @abstractmethod
-    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: "LeaseQueue") -> None:
+    def commit(self, step: int, *, session: int = 0) -> int:
+        """Settle for good what was acknowledged at `step` or before; returns how many items.
+
+        Commit the oldest checkpoint that you keep: no step before it can be restored any more.
+
+        Raises:
+            StaleLease: `session` is not the group's newest; nothing was settled.
+        """
+
+    @abstractmethod
+    def restore(self, step: int, *, seen: Sequence[str] = ()) -> int:
+        """Go back to the checkpoint of `step`, and return the new session; older ones may do nothing any more.
+
+        What was acknowledged at `step` or before is settled for good. Later acks and all leases go back to the head, in
+        put order and without counting a delivery; only a lease that had run out counts as the crash that it is. An
+        interrupted restore is finished by the next one, of the same step or a later one.
+
+        Args:
+            step: the checkpoint's; 0 before the first.
+            seen: ids that the checkpoint has learned since the last commit, for a server that lost their acks: they are
+                settled wherever they are.
+
+        Raises:
+            QueueError: `step` is before the committed one.
+        """
+
+    @abstractmethod
+    def released(self, n: int = MAX_BATCH) -> list[QueueItem]:
+        """Up to `n` items with stored bytes that are released, and whose shards may go; `forget` them afterwards."""
+
+    @abstractmethod
+    def forget(self, ids: Sequence[str]) -> None:
+        """Take items off the released ones, once their shards are gone. Safe to repeat."""
+
+    @abstractmethod
+    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: "LeaseQueue", *, holder: str = "") -> None:
         """Put `item` into `samples` and settle the prompt, in one step, fenced by the prompt's lease.
 
-        Never refused for room, nor because `samples` is closed. Safe to repeat after a lost reply: a sample that is
-        there with the same payload is a success. `samples` is a queue of the same namespace and kind.
+        Never refused for room, nor because `samples` is closed. Safe to repeat: a sample that is there with the same
+        payload is a success. `samples` is the queue that `rules.samples_of` pairs with this one.
+
+        Args:
+            token: the prompt's lease.
+            prompt_id: the prompt.
+            item: the sample.
+            samples: where it goes.
+            holder: the producer that its tensors stay with: the prompt is held until every group has done the sample.
+                The sample's id is then the prompt's. A parked sample gets the new payload and is ready again.
 
         Raises:
             StaleLease: the prompt is not this lease's any more; the caller deletes its own shard.
             IdConflict: `samples` has that id with another payload; nothing was changed.
+        """
+
+    @abstractmethod
+    def recall(self, samples: "LeaseQueue") -> int:
+        """Make the prompts of producers that no longer live ready again, and park their samples; returns how many.
+
+        A producer lives while its last `beat` is younger than rules.WORKER_GRACE_S.
         """
 
     @abstractmethod
@@ -231,7 +214,7 @@ class LeaseQueue(ABC):
 
     @abstractmethod
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until there is room, at most `timeout_s`."""
+        """Wait until there is room, at most `timeout_s`; wakes at once when it comes."""
 
     @abstractmethod
     def beat(self, role: str, worker: str) -> None:
@@ -251,19 +234,25 @@ class LeaseQueue(ABC):
 
     @abstractmethod
     def dead_letters(self) -> Iterator[DeadLetter]:
-        """Every dead letter, read in bounded steps."""
+        """Every dead letter of the group, read in bounded steps."""
 
     @abstractmethod
     def requeue(self, ids: Sequence[str]) -> int:
-        """Make dead letters ready again, with a clean count, also in a closed queue; returns how many."""
+        """Make dead letters ready again, with a clean count, also in a closed queue; returns how many.
+
+        Requeued prompts reopen their samples, so that trainers wait for them.
+        """
 
     @abstractmethod
     def payloads(self) -> Iterator[LeasedItem]:
-        """Every unsettled item (ready, delayed or leased), in put order, read in bounded steps.
+        """Every item that is not released nor dead to all groups, in put order, read in bounded steps.
 
-        A delivery_count of 0 means that it was never leased.
+        The delivery_count is of this group's deliveries that ended unsettled.
         """
 
     @abstractmethod
     def purge(self) -> int:
-        """Delete the queue and all that it knows; returns how many items it held unsettled or dead."""
+        """Delete the queue and all that it knows but its groups, sessions and last tokens.
+
+        Returns how many items it held that were not done.
+        """

@@ -49,7 +49,8 @@ def _check_policy(address: str, info: dict[str, str]) -> None:
     if policy.startswith("allkeys"):
         raise UnsafeServer("it may evict the queue", subject=address, wanted="noeviction", got=policy, fix=fix)
     if policy != "noeviction":
-        _warn(address, f"maxmemory-policy {policy}: only keys with an expiry go, the queue has none", fix)
+        what = f"maxmemory-policy {policy}: the replies that it keeps may go, a repeated call may then run twice"
+        _warn(address, what, fix)
 
 
 def _check_version(address: str, info: dict[str, str]) -> None:

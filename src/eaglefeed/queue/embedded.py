@@ -39,7 +39,7 @@ class EmbeddedServer:
 
     def __init__(self, folder: str | Path, *, binary: str | None = None, timeout_s: float = 30.0) -> None:
         self.folder = Path(folder).resolve()
-        self._binary, self._timeout_s = binary, timeout_s
+        self._binary, self._timeout_s, self._pid = binary, timeout_s, os.getpid()
         self._users_fd = self._folder_fd = -1
 
     def __enter__(self) -> "EmbeddedServer":
@@ -99,7 +99,7 @@ class EmbeddedServer:
             return
         try:
             with self._start_lock():
-                if self._is_last() and is_alive(self.folder):
+                if self._pid == os.getpid() and self._is_last() and is_alive(self.folder):
                     shut_down(self.folder, self._socket_path, self._timeout_s)
         finally:
             self._close_files()

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from threading import RLock
+from itertools import islice
 
-from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import ConfigError, IdConflict, QueueClosed, QueueFull, StaleLease
+from eaglefeed.errors import StaleLease
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import (
+    MAIN_GROUP,
+    MAX_BATCH,
     AckResult,
     DeadLetter,
     DrainState,
@@ -20,76 +21,67 @@ from eaglefeed.queue.base import (
     QueueLimits,
     QueueStats,
 )
-from eaglefeed.queue.memory_state import State
+from eaglefeed.queue.memory_group import GroupState
+from eaglefeed.queue.memory_state import MemoryServer, State
 
 __all__ = ["MemoryLeaseQueue", "MemoryServer"]
 
 _POLL_S = 0.005
 
 
-class MemoryServer:
-    """What queues of one process share, as they would share a Redis server."""
-
-    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.clock = clock
-        self.lock = RLock()
-        self.states: dict[tuple[str, str], State] = {}
-        self.workers: dict[str, dict[tuple[str, str], int]] = {}
-
-    def now_ms(self) -> int:
-        """The server's time in milliseconds."""
-        return int(self.clock.time() * 1000)
-
-
 class MemoryLeaseQueue(LeaseQueue):
     """A queue on a MemoryServer; queues of the same server, namespace and name are one."""
 
     def __init__(
-        self, server: MemoryServer, namespace: str, name: str, *, jitter: Callable[[], float] = random.random
+        self,
+        server: MemoryServer,
+        namespace: str,
+        name: str,
+        group: str = MAIN_GROUP,
+        *,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self.namespace, self.name = rules.check_name("run", namespace), rules.check_name("queue", name)
+        self.group = rules.check_name("group", group)
         self._server, self._lock, self._jitter = server, server.lock, jitter
 
     @property
     def _state(self) -> State:
-        return self._server.states.setdefault((self.namespace, self.name), State())
+        run = self._server.queues(self.namespace)
+        return run.setdefault(self.name, State(self.name, run))
 
     @property
-    def _workers(self) -> dict[tuple[str, str], int]:
-        return self._server.workers.setdefault(self.namespace, {})
+    def _own(self) -> GroupState:
+        groups = self._state.groups
+        rules.check_group(self.name, self.group, groups)
+        return groups[self.group]
 
-    def configure(self, limits: QueueLimits) -> None:
+    def configure(self, limits: QueueLimits, *, groups: Sequence[str] = ()) -> None:
         """See LeaseQueue."""
+        names = [rules.check_name("group", name) for name in groups]
         with self._lock:
-            self._state.limits = limits
-            self._state.update_room()
+            state = self._state
+            if names:
+                state.declare(names)
+            state.limits = limits
+            state.update_room()
+
+    def groups(self) -> tuple[str, ...]:
+        """See LeaseQueue."""
+        return tuple(sorted(self._state.groups))
+
+    def limits(self) -> QueueLimits:
+        """See LeaseQueue."""
+        return self._state.limits
 
     def put(self, items: Sequence[QueueItem]) -> PutResult:
         """See LeaseQueue."""
         accepted = duplicate = 0
         for chunk in rules.chunks(items):
             with self._lock:
-                new = self._put_chunk(chunk)
+                new = self._state.put(chunk)
             accepted, duplicate = accepted + new, duplicate + len(chunk) - new
         return PutResult(accepted, duplicate, self._state.depth)
-
-    def _put_chunk(self, chunk: Sequence[QueueItem]) -> int:
-        state = self._state
-        new: dict[str, QueueItem] = {}
-        for item in chunk:
-            known = rules.digest(new[item.id].payload) if item.id in new else state.known.get(item.id)
-            if known is None:
-                new[item.id] = item
-            elif known != rules.digest(item.payload):
-                raise IdConflict(self.name, item.id)
-        if new and state.closed:
-            raise QueueClosed(self.name)
-        if new and state.depth + len(new) > state.limits.max_depth:
-            raise QueueFull(self.name, depth=state.depth, max_depth=state.limits.max_depth)
-        for item in new.values():
-            state.add(item)
-        state.update_room()
-        return len(new)
 
     def lease(
         self,
@@ -98,6 +90,7 @@ class MemoryLeaseQueue(LeaseQueue):
         visibility_timeout_s: float,
         consumer: str,  # noqa: ARG002 - for whoever looks into a server
         wait_s: float = 0.0,
+        session: int = 0,
     ) -> Lease | NoLease:
         """See LeaseQueue."""
         rules.check_batch(n)
@@ -105,82 +98,127 @@ class MemoryLeaseQueue(LeaseQueue):
         end_s = clock.monotonic() + wait_s
         while True:
             with self._lock:
-                got = self._try_lease(n, int(visibility_timeout_s * 1000))
+                got = self._try_lease(n, int(visibility_timeout_s * 1000), session)
             left_s = end_s - clock.monotonic()
-            if isinstance(got, Lease) or got.state is DrainState.DRAINED or left_s <= 0:
+            if isinstance(got, Lease) or got.state is not DrainState.EMPTY or left_s <= 0:
                 return got
             clock.sleep(min(left_s, _POLL_S))
 
-    def _try_lease(self, n: int, timeout_ms: int) -> Lease | NoLease:
-        state, now_ms = self._state, self._server.now_ms()
-        state.reclaim(now_ms)
-        state.promote(now_ms)
-        items = state.grant(n, now_ms, timeout_ms)
+    def _try_lease(self, n: int, timeout_ms: int, session: int) -> Lease | NoLease:
+        own, now_ms = self._fenced("lease", session), self._server.now_ms()
+        own.come_back(own.reclaim(now_ms))
+        self._state.update_room()
+        own.promote(now_ms)
+        items = own.grant(n, now_ms, timeout_ms)
         if items:
-            return Lease(token=state.token, deadline_ms=now_ms + timeout_ms, items=tuple(items))
-        drained = state.closed and not state.depth
-        return NoLease(DrainState.DRAINED if drained else DrainState.EMPTY, state.next_ms())
+            return Lease(token=own.token, deadline_ms=now_ms + timeout_ms, items=tuple(items))
+        return NoLease(own.why_nothing(), own.next_ms())
+
+    def _fenced(self, operation: str, session: int) -> GroupState:
+        own = self._own
+        if session != own.session:
+            raise StaleLease.of_session(operation, session, own.session)
+        return own
 
     def renew(self, token: int, *, visibility_timeout_s: float) -> int:
         """See LeaseQueue."""
         with self._lock:
-            held = self._state.leases.get(token)
-            if held is None:
+            lease = self._own.leases.get(token)
+            if lease is None:
                 raise StaleLease("renew", token)
-            held.deadline_ms = self._server.now_ms() + int(visibility_timeout_s * 1000)
-            return held.deadline_ms
+            lease.deadline_ms = self._server.now_ms() + int(visibility_timeout_s * 1000)
+            return lease.deadline_ms
 
-    def ack(self, token: int, ids: Sequence[str], *, step: int = 0) -> AckResult:  # noqa: ARG002 - for commit(step)
+    def ack(self, token: int, ids: Sequence[str], *, step: int | None = None, session: int = 0) -> AckResult:
         """See LeaseQueue."""
+        rules.check_ids(ids)
         with self._lock:
-            state = self._state
-            taken, result = state.take(token, ids)
-            for item in taken:
-                state.settle(item)
-            state.update_room()
+            own = self._fenced("ack", session)
+            result = own.take(token, ids)
+            if step is None:
+                own.settle(result.ok)
+                self._state.update_room()
+            else:
+                own.tentative.update(dict.fromkeys(result.ok, step))
             return result
 
     def nack(
         self, token: int, ids: Sequence[str], *, reason: str, retryable: bool = True, delay_s: float | None = None
     ) -> AckResult:
         """See LeaseQueue."""
-        jitter = self._jitter()
+        jitter, why = self._jitter(), rules.short_reason(reason)
+        rules.check_ids(ids)
         with self._lock:
-            state = self._state
-            taken, result = state.take(token, ids)
-            if retryable and delay_s == 0:
-                state.give_back(taken)
-                return result
-            for item in taken:
-                item.error = rules.short_reason(reason)
-                if not retryable:
-                    state.bury(item, item.error)
-                    continue
-                backoff_ms = rules.backoff_ms(state.limits, item.deliveries, jitter)
-                wait_ms = backoff_ms if delay_s is None else int(delay_s * 1000)
-                state.delayed[item.id] = self._server.now_ms() + wait_ms
-            state.update_room()
+            own = self._own
+            result = own.take(token, ids)
+            if not retryable:
+                own.give_up(result.ok, why)
+            elif delay_s == 0:
+                own.to_head(result.ok)
+            else:
+                own.retry_later(result.ok, why, self._server.now_ms(), delay_s, jitter)
             return result
 
-    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue) -> None:
+    def commit(self, step: int, *, session: int = 0) -> int:
+        """See LeaseQueue."""
+        with self._lock:
+            num_items = self._fenced("commit", session).commit(step)
+            self._state.update_room()
+            return num_items
+
+    def restore(self, step: int, *, seen: Sequence[str] = ()) -> int:
+        """See LeaseQueue."""
+        with self._lock:
+            own = self._own
+            if step < own.committed:
+                raise rules.step_is_released(self.name, step, own.committed)
+            session = own.restore(step, seen, self._server.now_ms())
+            self._state.update_room()
+            return session
+
+    def released(self, n: int = MAX_BATCH) -> list[QueueItem]:
+        """See LeaseQueue."""
+        with self._lock:
+            found = [self._state.items[item_id] for item_id in islice(self._state.released, n)]
+        return [QueueItem(item.id, item.payload, item.stored_bytes) for item in found]
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """See LeaseQueue."""
+        with self._lock:
+            for item_id in ids:
+                if item_id in self._state.released:
+                    del self._state.released[item_id], self._state.items[item_id]
+
+    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue, *, holder: str = "") -> None:
         """See LeaseQueue."""
         rules.check_item(item)
-        if not isinstance(samples, MemoryLeaseQueue) or samples.namespace != self.namespace:
-            raise ConfigError("a hand-off needs two queues of one run", subject=samples.name)
+        rules.check_holder(prompt_id, item, holder)
         with self._lock:
-            state, target = self._state, samples._state
-            known, digest = target.known.get(item.id), rules.digest(item.payload)
-            prompt = state.items.get(prompt_id)
-            if prompt is None or prompt.token != token:
-                if known == digest:
+            own, target = self._own, rules.check_pair(self, samples, MemoryLeaseQueue)._state
+            if own.owner.get(prompt_id) != token:
+                if target.known.get(item.id) == rules.digest(item.payload):
                     return
                 raise StaleLease("handoff", token, prompt_id)
-            if known not in (None, digest):
-                raise IdConflict(samples.name, item.id)
-            self.ack(token, [prompt_id])
-            if known is None:
-                target.add(item)
-            target.update_room()
+            target.take_over(item)
+            own.take(token, [prompt_id])
+            if holder and target.keeps(item.id):
+                own.held[prompt_id] = holder
+            else:
+                own.settle([prompt_id])
+            self._state.update_room()
+
+    def recall(self, samples: LeaseQueue) -> int:
+        """See LeaseQueue."""
+        with self._lock:
+            own, target = self._own, rules.check_pair(self, samples, MemoryLeaseQueue)._state
+            living = {worker for role, worker in self._server.living(self.namespace) if role == "producer"}
+            lost = [item_id for item_id, producer in own.held.items() if producer not in living]
+            for item_id in lost:
+                del own.held[item_id]
+            own.to_head(sorted(lost, key=self._state.places.__getitem__))
+            target.closed = target.closed and not lost
+            target.recall(lost)
+            return len(lost)
 
     def has_room(self) -> bool:
         """See LeaseQueue."""
@@ -199,12 +237,12 @@ class MemoryLeaseQueue(LeaseQueue):
     def beat(self, role: str, worker: str) -> None:
         """See LeaseQueue."""
         with self._lock:
-            self._workers[role, worker] = self._server.now_ms()
+            self._server.seen(self.namespace)[role, worker] = self._server.now_ms()
 
     def farewell(self, role: str, worker: str) -> None:
         """See LeaseQueue."""
         with self._lock:
-            self._workers.pop((role, worker), None)
+            self._server.seen(self.namespace).pop((role, worker), None)
 
     def close(self) -> None:
         """See LeaseQueue."""
@@ -213,50 +251,37 @@ class MemoryLeaseQueue(LeaseQueue):
     def stats(self) -> QueueStats:
         """See LeaseQueue."""
         with self._lock:
-            state = self._state
-            since_ms = self._server.now_ms() - int(rules.WORKER_GRACE_S * 1000)
-            roles = [role for (role, _), seen_ms in self._workers.items() if seen_ms >= since_ms]
-            return QueueStats(
-                name=self.name,
-                ready=len(state.ready),
-                delayed=len(state.delayed),
-                leased=state.depth - len(state.ready) - len(state.delayed),
-                done=len(state.known) - len(state.items),
-                dead=len(state.dead),
-                redelivered=state.redelivered,
-                stored_bytes=state.stored,
-                closed=state.closed,
-                full=state.full,
-                workers={role: roles.count(role) for role in sorted(set(roles))},
-            )
+            roles = [role for role, _ in self._server.living(self.namespace)]
+            workers = {role: roles.count(role) for role in sorted(set(roles))}
+            return self._own.stats(self.group, workers)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """See LeaseQueue."""
         with self._lock:
-            state = self._state
-            dead = [(state.items[item_id], reason) for item_id, reason in state.dead.items()]
-        return iter([DeadLetter(item.id, reason, item.deliveries, item.payload) for item, reason in dead])
+            own, items = self._own, self._state.items
+            dead = list(own.dead.items())
+            return iter([DeadLetter(i, reason, own.deliveries[i], items[i].payload) for i, reason in dead])
 
     def requeue(self, ids: Sequence[str]) -> int:
         """See LeaseQueue."""
         with self._lock:
             state = self._state
-            found = [state.items[item_id] for item_id in dict.fromkeys(ids) if item_id in state.dead]
-            for item in found:
-                state.revive(item)
+            num_items = self._own.revive(ids)
             state.update_room()
-            return len(found)
+            if num_items and state.samples:
+                state.samples.closed = False
+            return num_items
 
     def payloads(self) -> Iterator[LeasedItem]:
         """See LeaseQueue."""
         with self._lock:
-            state = self._state
-            items = sorted((i for i in state.items.values() if i.id not in state.dead), key=lambda item: item.seq)
-        return iter([LeasedItem(item.id, item.payload, item.deliveries) for item in items])
+            own, items = self._own, self._state.items
+            ids = sorted(self._state.places, key=self._state.places.__getitem__)
+            return iter([LeasedItem(i, items[i].payload, own.deliveries[i]) for i in ids])
 
     def purge(self) -> int:
         """See LeaseQueue."""
         with self._lock:
             old = self._state
-            self._server.states[self.namespace, self.name] = State(token=old.token)
-            return len(old.items)
+            self._server.queues(self.namespace)[self.name] = old.emptied()
+            return len(old.items) - len(old.released)

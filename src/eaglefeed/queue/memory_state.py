@@ -1,173 +1,231 @@
-"""One queue's state in memory, and the transitions that the Redis scripts make."""
+"""What the queues of a server and the groups of a queue share in memory, and when an item leaves its queue."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from threading import RLock
 
+from eaglefeed.clock import SYSTEM_CLOCK, Clock
+from eaglefeed.errors import IdConflict, QueueClosed, QueueFull
 from eaglefeed.queue import rules
-from eaglefeed.queue.base import AckResult, LeasedItem, QueueItem, QueueLimits
+from eaglefeed.queue.base import MAIN_GROUP, QueueItem, QueueLimits
+from eaglefeed.queue.memory_group import GroupState
 
-__all__ = ["Held", "Item", "State"]
+__all__ = ["Item", "MemoryServer", "State"]
 
 
 @dataclass
 class Item:
-    """An item that is not done.
-
-    `crashes` is None until one of its leases ran out, then counts the lone ones; `token` is None unless it is leased.
-    """
+    """An item that is kept; `pending` groups have neither done it nor hold it dead."""
 
     id: str
     payload: bytes
     stored_bytes: int
-    seq: int
-    deliveries: int = 0
-    crashes: int | None = None
-    error: str = ""
-    token: int | None = None
-
-
-@dataclass
-class Held:
-    """A lease: when it runs out, the ids it was given, and how many of them are not settled."""
-
-    deadline_ms: int
-    ids: list[str]
-    open: int
+    pending: int
 
 
 @dataclass
 class State:
-    """All that is known of one queue; `items` holds what is not done, `known` the digest of all that was put."""
+    """One queue of a run.
 
+    `known` maps all that was put to its digest; `items` is what is kept; `places` the open ones of them, by put order;
+    `released` those that every group has done; `recalled` ids whose tensors went with their producer.
+    """
+
+    name: str
+    run: dict[str, "State"] = field(repr=False)
     limits: QueueLimits = QueueLimits()  # noqa: RUF009 - it is frozen
-    items: dict[str, Item] = field(default_factory=dict)
+    groups: dict[str, GroupState] = field(default_factory=dict)
+    declared: bool = False
     known: dict[str, str] = field(default_factory=dict)
-    ready: deque[str] = field(default_factory=deque)
-    delayed: dict[str, int] = field(default_factory=dict)
-    leases: dict[int, Held] = field(default_factory=dict)
-    dead: dict[str, str] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+    released: dict[str, None] = field(default_factory=dict)
+    recalled: set[str] = field(default_factory=set)
     seq: int = 0
-    token: int = 0
-    redelivered: int = 0
     stored: int = 0
     closed: bool = False
     full: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.groups:
+            self.groups = {MAIN_GROUP: GroupState(self)}
+
     @property
     def depth(self) -> int:
-        """Items that still need work."""
-        return len(self.items) - len(self.dead)
+        """Items that are open to some group."""
+        return len(self.places)
 
-    def next_seq(self) -> int:
-        """The next place in put order."""
-        self.seq += 1
-        return self.seq
+    @property
+    def samples(self) -> "State | None":
+        """The samples of these prompts, if it has any."""
+        return self.run.get(rules.samples_of(self.name) or "")
+
+    @property
+    def prompts(self) -> "State | None":
+        """The prompts of these samples, if it has any."""
+        return self.run.get(rules.prompts_of(self.name) or "")
+
+    def declare(self, names: Sequence[str]) -> None:
+        """Fix the groups.
+
+        Raises:
+            ConfigError: others are fixed already.
+        """
+        if self.declared and set(names) != set(self.groups):
+            raise rules.groups_are_fixed(self.name, self.groups, names)
+        self.groups = {name: self.groups.get(name) or GroupState(self) for name in names}
+        self.declared = True
+
+    def put(self, chunk: Sequence[QueueItem]) -> int:
+        """Add the new ones of `chunk`, all or none; returns how many.
+
+        Raises:
+            IdConflict, QueueClosed, QueueFull: see LeaseQueue.put.
+        """
+        new: dict[str, QueueItem] = {}
+        for item in chunk:
+            known = rules.digest(new[item.id].payload) if item.id in new else self.known.get(item.id)
+            if known is None:
+                new[item.id] = item
+            elif known != rules.digest(item.payload):
+                raise IdConflict(self.name, item.id)
+        if new and self.closed:
+            raise QueueClosed(self.name)
+        if new and self.depth + len(new) > self.limits.max_depth:
+            raise QueueFull(self.name, depth=self.depth, max_depth=self.limits.max_depth)
+        for item in new.values():
+            self.add(item)
+        self.update_room()
+        return len(new)
 
     def add(self, item: QueueItem) -> None:
-        """Put a new item at the tail."""
+        """Put a new item at the tail for every group."""
         self.known[item.id] = rules.digest(item.payload)
-        self.items[item.id] = Item(item.id, item.payload, item.stored_bytes, self.next_seq())
-        self.ready.append(item.id)
+        self.items[item.id] = Item(item.id, item.payload, item.stored_bytes, len(self.groups))
+        self._open(self.items[item.id])
+        for group in self.groups.values():
+            group.to_tail([item.id])
+        self.declared = True
+
+    def _open(self, item: Item) -> None:
+        self.seq += 1
+        self.places[item.id] = self.seq
         self.stored += item.stored_bytes
 
-    def grant(self, n: int, now_ms: int, timeout_ms: int) -> list[LeasedItem]:
-        """Lease up to `n` items of the head under the next token."""
-        ids = self._head(n)
-        if ids:
-            self.token = max(self.token + 1, now_ms * 1000)
-            self.leases[self.token] = Held(now_ms + timeout_ms, ids, len(ids))
-        return [self._deliver(item_id) for item_id in ids]
-
-    def _deliver(self, item_id: str) -> LeasedItem:
+    def end_in_one_group(self, item_id: str) -> None:
+        """Note that a group has done an item or holds it dead: after the last one it takes no room any more."""
         item = self.items[item_id]
-        item.token = self.token
-        item.deliveries += 1
-        self.redelivered += item.deliveries > 1
-        return LeasedItem(item_id, item.payload, item.deliveries)
-
-    def _head(self, n: int) -> list[str]:
-        """Pop up to `n` ready ids; one with a crash behind it goes alone."""
-        ids: list[str] = []
-        while self.ready and len(ids) < n:
-            suspect = self.items[self.ready[0]].crashes is not None
-            if suspect and ids:
-                break
-            ids.append(self.ready.popleft())
-            if suspect:
-                break
-        return ids
-
-    def take(self, token: int, ids: Sequence[str]) -> tuple[list[Item], AckResult]:
-        """Take items out of a lease; an id that is not in it (any more) is stale."""
-        taken, stale = [], []
-        for item_id in ids:
-            item = self.items.get(item_id)
-            if item is None or item.token != token:
-                stale.append(item_id)
-                continue
-            item.token = None
-            taken.append(item)
-        if taken:
-            held = self.leases[token]
-            held.open -= len(taken)
-            if not held.open:
-                del self.leases[token]
-        return taken, AckResult(tuple(item.id for item in taken), tuple(stale))
-
-    def settle(self, item: Item) -> None:
-        """Forget a done item but for its digest."""
-        del self.items[item.id]
+        item.pending -= 1
+        if item.pending:
+            return
+        del self.places[item_id]
         self.stored -= item.stored_bytes
+        if any(item_id in group.dead for group in self.groups.values()):
+            return
+        if item.stored_bytes:
+            self.released[item_id] = None
+        else:
+            del self.items[item_id]
+        if self.prompts:
+            self.prompts.settle_held(item_id)
 
-    def bury(self, item: Item, reason: str) -> None:
-        """Make an item a dead letter."""
-        self.dead[item.id] = reason
-        self.stored -= item.stored_bytes
-
-    def revive(self, item: Item) -> None:
-        """Put a dead letter at the tail, with a clean count."""
-        del self.dead[item.id]
-        item.seq, item.deliveries, item.crashes, item.error = self.next_seq(), 0, None, ""
-        self.ready.append(item.id)
-        self.stored += item.stored_bytes
-
-    def give_back(self, items: Sequence[Item]) -> None:
-        """Put items to the head, in their order, as if they had not been leased."""
-        for item in items:
-            item.deliveries -= 1
-        self.ready.extendleft(item.id for item in reversed(items))
-
-    def reclaim(self, now_ms: int) -> None:
-        """Put the items of leases that ran out to the head, or bury those that crashed alone too often."""
-        expired = sorted((held.deadline_ms, token) for token, held in self.leases.items() if held.deadline_ms <= now_ms)
-        back: list[str] = []
-        for _, token in expired:
-            held = self.leases.pop(token)
-            lone = len(held.ids) == 1
-            for item in [self.items[i] for i in held.ids if i in self.items and self.items[i].token == token]:
-                item.token = None
-                item.crashes = (item.crashes or 0) + lone
-                if item.crashes >= self.limits.max_deliveries:
-                    self.bury(item, rules.crash_reason(item.crashes, item.error))
-                else:
-                    back.append(item.id)
-        self.ready.extendleft(reversed(back))
+    def settle_held(self, prompt_id: str) -> None:
+        """Settle a prompt that was held for a sample which every group has done by now."""
+        for group in self.groups.values():
+            if group.held.pop(prompt_id, None) is not None:
+                group.settle([prompt_id])
         self.update_room()
 
-    def promote(self, now_ms: int) -> None:
-        """Put delayed items whose time has come to the tail."""
-        due = sorted((at_ms, item_id.encode(), item_id) for item_id, at_ms in self.delayed.items() if at_ms <= now_ms)
-        for _, _, item_id in due:
-            del self.delayed[item_id]
-            self.ready.append(item_id)
+    def reopen(self, item_id: str) -> None:
+        """Note that a group wants a dead letter again; if nobody else did, it gets a new place."""
+        item = self.items[item_id]
+        item.pending += 1
+        if item.pending == 1:
+            self._open(item)
 
-    def next_ms(self) -> int:
-        """When the next delayed or leased item may be ready; 0 if there is none."""
-        return min([*self.delayed.values(), *(held.deadline_ms for held in self.leases.values())], default=0)
+    def keeps(self, item_id: str) -> bool:
+        """Whether an item is open, or dead to some group."""
+        return item_id in self.items and item_id not in self.released
+
+    def recall(self, ids: Collection[str]) -> None:
+        """Mark the known ones of `ids` as gone with their producer; those that wait are parked."""
+        for item_id in ids:
+            if item_id in self.known:
+                self.recalled.add(item_id)
+                for group in self.groups.values():
+                    group.park(item_id)
+
+    def take_over(self, item: QueueItem) -> None:
+        """Add a handed-off sample, unless it is there already; a recalled one gets its new payload.
+
+        Raises:
+            IdConflict: it is there with another payload, and was not recalled.
+        """
+        known = self.known.get(item.id)
+        if item.id in self.recalled:
+            self._bring_back(item)
+        elif known is None:
+            self.add(item)
+        elif known != rules.digest(item.payload):
+            raise IdConflict(self.name, item.id)
+        self.update_room()
+
+    def _bring_back(self, new: QueueItem) -> None:
+        self.recalled.discard(new.id)
+        if not self.keeps(new.id):
+            return
+        item = self.items[new.id]
+        if item.pending:
+            self.stored += new.stored_bytes - item.stored_bytes
+        item.payload, item.stored_bytes = new.payload, new.stored_bytes
+        self.known[new.id] = rules.digest(new.payload)
+        for group in self.groups.values():
+            if new.id in group.parked:
+                del group.parked[new.id]
+                group.to_tail([new.id])
 
     def update_room(self) -> None:
         """Set or clear `full`, with hysteresis."""
         limits = self.limits
-        high = self.depth >= limits.high_count or self.stored >= limits.high_bytes
-        self.full = high or (self.full and (self.depth > limits.low_count or self.stored > limits.low_bytes))
+        low = self.depth <= limits.low_count and self.stored <= limits.low_bytes
+        self.full = self.is_high or (self.full and not low)
+
+    @property
+    def is_high(self) -> bool:
+        """Whether a high mark is reached."""
+        return self.depth >= self.limits.high_count or self.stored >= self.limits.high_bytes
+
+    def emptied(self) -> "State":
+        """What is left after a purge: the groups with their tokens and sessions."""
+        new = State(self.name, self.run, declared=self.declared)
+        new.groups = {
+            name: GroupState(new, token=group.token, session=group.session) for name, group in self.groups.items()
+        }
+        return new
+
+
+class MemoryServer:
+    """What queues of one process share, as they would share a Redis server."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.clock = clock
+        self.lock = RLock()
+        self._runs: dict[str, dict[str, State]] = {}
+        self._workers: dict[str, dict[tuple[str, str], int]] = {}
+
+    def now_ms(self) -> int:
+        """The server's time in milliseconds."""
+        return int(self.clock.time() * 1000)
+
+    def queues(self, namespace: str) -> dict[str, State]:
+        """The queues of a run, by name."""
+        return self._runs.setdefault(namespace, {})
+
+    def seen(self, namespace: str) -> dict[tuple[str, str], int]:
+        """(role, worker) of a run → when it last showed a sign of life, server ms."""
+        return self._workers.setdefault(namespace, {})
+
+    def living(self, namespace: str) -> list[tuple[str, str]]:
+        """(role, worker) of those that showed a sign of life within the grace period."""
+        since_ms = self.now_ms() - int(rules.WORKER_GRACE_S * 1000)
+        return [worker for worker, seen_ms in self.seen(namespace).items() if seen_ms >= since_ms]

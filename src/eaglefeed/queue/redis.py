@@ -1,17 +1,10 @@
-"""The lease queue on Redis or Valkey: keys, calls and replies. What a call does stands in `lua/<call>.lua`.
+"""The lease queue on Redis or Valkey: calls and replies. What a call does stands in `lua/<call>.lua`."""
 
-Keys are `eaglefeed:{namespace}:<queue>:<name>`. The braces are one hash tag a run, so that a hand-off can touch both of
-its queues in one script. The names and types stand in the scripts' comments; `eaglefeed:{namespace}:workers` is shared
-by the run's queues. Sessions (tentative acks), groups, a replay cache and `held:{producer}` get keys beside these.
-"""
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
-
-from eaglefeed.errors import ConfigError, IdConflict, QueueClosed, QueueFull, StaleLease, UnsafeServer
-from eaglefeed.queue import rules
+from eaglefeed.errors import IdConflict, QueueClosed, QueueFull, StaleLease
+from eaglefeed.queue import replies, rules
 from eaglefeed.queue.base import (
     MAX_BATCH,
     AckResult,
@@ -26,51 +19,32 @@ from eaglefeed.queue.base import (
     QueueLimits,
     QueueStats,
 )
-from eaglefeed.queue.connection import QueueClient
-from eaglefeed.queue.scripts import load
+from eaglefeed.queue.redis_keys import RedisKeys
 
 __all__ = ["RedisLeaseQueue"]
 
-_MAX_WAIT_S = 1.0
-_MIN_WAIT_S = 0.01
-_ROOM_POLL_S = 0.1
+_POLL_S = 1.0
 _FORGET_WORKER_MS = 600_000
+_MAX_ONE_BY_ONE = 100
+"""Ids a call may name of which the server must look for each."""
 
 
-class RedisLeaseQueue(LeaseQueue):
-    """One queue of a run on a server.
+class RedisLeaseQueue(RedisKeys, LeaseQueue):
+    """One queue of a run on a server."""
 
-    `put`, `renew`, `handoff` and everything that only reads is repeated by itself after a lost reply (a repeated `put`
-    counts its items as duplicates). `lease`, `ack`, `nack`, `requeue` and `purge` are not: they raise QueueUnavailable,
-    and what they did not settle comes back when its lease runs out.
-    """
-
-    def __init__(
-        self, client: QueueClient, namespace: str, name: str, *, jitter: Callable[[], float] = random.random
-    ) -> None:
-        self.namespace, self.name = rules.check_name("run", namespace), rules.check_name("queue", name)
-        self._client, self._jitter = client, jitter
-
-    def key(self, name: str) -> str:
-        """The key called `name` in the scripts."""
-        run = f"eaglefeed:{{{self.namespace}}}"
-        return f"{run}:workers" if name == "workers" else f"{run}:{self.name}:{name}"
-
-    def _run(
-        self,
-        name: str,
-        *args: str | bytes | float,
-        repeatable: bool = True,
-        tables: dict[str, "RedisLeaseQueue"] | None = None,
-    ) -> Any:
-        script = load(name)
-        queues = tables or {"q": self}
-        keys = [queues[table].key(key) for table, key in script.keys]
-        return self._client.run(script, keys, args, repeatable=repeatable)
-
-    def configure(self, limits: QueueLimits) -> None:
+    def configure(self, limits: QueueLimits, *, groups: Sequence[str] = ()) -> None:
         """See LeaseQueue."""
-        self._run("configure", *(part for pair in asdict(limits).items() for part in pair))
+        names = " ".join(sorted(rules.check_name("group", group) for group in set(groups)))
+        status, *rest = self._run("configure", names, *(part for pair in asdict(limits).items() for part in pair))
+        if status == b"groups":
+            raise rules.groups_are_fixed(self.name, rest[0].decode().split(), groups)
+
+    def limits(self) -> QueueLimits:
+        """See LeaseQueue."""
+        names = [field.name for field in fields(QueueLimits)]
+        stored = self._client.call("HMGET", self.key("ctl"), *names)
+        told = {name: value for name, value in zip(names, stored, strict=True) if value is not None}
+        return QueueLimits(**{name: type(getattr(QueueLimits(), name))(value) for name, value in told.items()})
 
     def put(self, items: Sequence[QueueItem]) -> PutResult:
         """See LeaseQueue."""
@@ -82,50 +56,44 @@ class RedisLeaseQueue(LeaseQueue):
 
     def _put_chunk(self, chunk: Sequence[QueueItem]) -> tuple[int, int]:
         if not chunk:
-            return 0, self.stats().unsettled
-        status, *rest = self._run("put", *(part for item in chunk for part in _wire(item)))
+            return 0, self._client.call("ZCARD", self.key("seq"))
+        status, *rest = self._run("put", " ".join(self.groups()), *(part for item in chunk for part in _wire(item)))
         if status == b"conflict":
             raise IdConflict(self.name, rest[0].decode())
         if status == b"closed":
             raise QueueClosed(self.name)
         if status == b"full":
             raise QueueFull(self.name, depth=rest[0], max_depth=rest[1])
-        return rest[0], rest[1]
+        if status == b"groups":
+            return self._put_chunk(chunk)
+        return int(rest[0]), int(rest[1])
 
-    def lease(self, n: int, *, visibility_timeout_s: float, consumer: str, wait_s: float = 0.0) -> Lease | NoLease:
+    def lease(
+        self, n: int, *, visibility_timeout_s: float, consumer: str, wait_s: float = 0.0, session: int = 0
+    ) -> Lease | NoLease:
         """See LeaseQueue."""
         rules.check_batch(n)
         who = " ".join(consumer.split()) or "-"
         clock = self._client.clock
         end_s = clock.monotonic() + wait_s
         while True:
-            status, *rest = self._run("lease", n, int(visibility_timeout_s * 1000), who, repeatable=False)
+            status, *rest = self._run("lease", n, int(visibility_timeout_s * 1000), who, session)
             if status == b"lease":
-                return self._read_lease(rest)
-            next_ms, now_ms = rest
+                return replies.read_lease(rest)
+            self._check_session("lease", status, rest, session)
+            next_ms, now_ms = map(int, rest)
             if 0 < next_ms <= now_ms:
                 continue
             left_s = end_s - clock.monotonic()
-            if status == b"drained" or left_s <= 0:
+            if status != b"empty" or left_s <= 0:
                 return NoLease(DrainState(status.decode()), next_ms)
-            due_s = (next_ms - now_ms) / 1000 if next_ms else _MAX_WAIT_S
-            self._wait_for_wake(min(left_s, due_s, _MAX_WAIT_S))
+            due_s = (next_ms - now_ms) / 1000 if next_ms else _POLL_S
+            self._wait_for("wake", min(left_s, due_s))
 
-    def _read_lease(self, reply: list[Any]) -> Lease:
-        token, deadline_ms, ids, payloads, counts = reply
-        if None in payloads:
-            lost = ids[payloads.index(None)].decode()
-            fix = "set maxmemory-policy noeviction, purge the queue and feed again"
-            raise UnsafeServer(
-                "its payload is gone: the server evicted it, or somebody deleted it", subject=lost, fix=fix
-            )
-        rows = zip(ids, payloads, counts, strict=True)
-        items = tuple(LeasedItem(item_id.decode(), payload, count) for item_id, payload, count in rows)
-        return Lease(token=int(token), deadline_ms=int(deadline_ms), items=items)
-
-    def _wait_for_wake(self, wait_s: float) -> None:
-        # 0 would wait for ever, and a second is well below the socket's timeout
-        self._client.call("BLPOP", self.key("wake"), f"{max(wait_s, _MIN_WAIT_S):.3f}")
+    @staticmethod
+    def _check_session(operation: str, status: bytes, rest: list[bytes], session: int) -> None:
+        if status == b"session":
+            raise StaleLease.of_session(operation, session, int(rest[0]))
 
     def renew(self, token: int, *, visibility_timeout_s: float) -> int:
         """See LeaseQueue."""
@@ -134,9 +102,9 @@ class RedisLeaseQueue(LeaseQueue):
             raise StaleLease("renew", token)
         return deadline_ms
 
-    def ack(self, token: int, ids: Sequence[str], *, step: int = 0) -> AckResult:  # noqa: ARG002 - for commit(step)
+    def ack(self, token: int, ids: Sequence[str], *, step: int | None = None, session: int = 0) -> AckResult:
         """See LeaseQueue."""
-        return self._settle("ack", (token,), ids)
+        return self._settle("ack", (token, session, "-" if step is None else step), ids, session=session)
 
     def nack(
         self, token: int, ids: Sequence[str], *, reason: str, retryable: bool = True, delay_s: float | None = None
@@ -149,24 +117,79 @@ class RedisLeaseQueue(LeaseQueue):
             mode = ("delay", int(delay_s * 1000)) if delay_s else ("head", 0)
         return self._settle("nack", (token, *mode, rules.short_reason(reason)), ids)
 
-    def _settle(self, script: str, head: tuple[str | float, ...], ids: Sequence[str]) -> AckResult:
-        flags: list[int] = []
-        for start in range(0, len(ids), MAX_BATCH):
-            flags += self._run(script, *head, *ids[start : start + MAX_BATCH], repeatable=False)
-        pairs = list(zip(ids, flags, strict=True))
-        return AckResult(tuple(i for i, held in pairs if held), tuple(i for i, held in pairs if not held))
+    def _settle(self, script: str, head: tuple[str | float, ...], ids: Sequence[str], *, session: int = 0) -> AckResult:
+        rules.check_ids(ids)
+        flags = b""
+        for start in range(0, max(len(ids), 1), MAX_BATCH):
+            status, *rest = self._run(script, *head, "\n".join(ids[start : start + MAX_BATCH]))
+            self._check_session(script, status, rest, session)
+            flags += rest[0] if rest else b""
+        pairs = list(zip(ids, flags.decode(), strict=True))
+        return AckResult(tuple(i for i, held in pairs if held == "1"), tuple(i for i, held in pairs if held == "0"))
 
-    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue) -> None:
+    def commit(self, step: int, *, session: int = 0) -> int:
+        """See LeaseQueue."""
+        settled, more = 0, True
+        while more:
+            status, *rest = self._run("commit", step, session)
+            self._check_session("commit", status, rest, session)
+            settled, more = settled + int(rest[0]), bool(int(rest[1]))
+        return settled
+
+    def restore(self, step: int, *, seen: Sequence[str] = ()) -> int:
+        """See LeaseQueue."""
+        session, _ = self._restore("open", 0, step)
+        chunks = [seen[at : at + _MAX_ONE_BY_ONE] for at in range(0, len(seen), _MAX_ONE_BY_ONE)]
+        for stage, ids in (("gather", ()), *(("settle", chunk) for chunk in chunks), ("finish", ())):
+            more = True
+            while more:
+                _, more = self._restore(stage, session, step, ids)
+        return session
+
+    def _restore(self, stage: str, session: int, step: int, ids: Sequence[str] = ()) -> tuple[int, bool]:
+        status, *rest = self._run("restore", stage, session, step, *ids)
+        if status == b"committed":
+            raise rules.step_is_released(self.name, step, int(rest[0]))
+        self._check_session("restore", status, rest, session)
+        return int(rest[0]), bool(int(rest[1]))
+
+    def released(self, n: int = MAX_BATCH) -> list[QueueItem]:
+        """See LeaseQueue."""
+        rows = zip(*self._run("released", n), strict=True)
+        return [QueueItem(item_id.decode(), payload, int(size)) for item_id, payload, size in rows]
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """See LeaseQueue."""
+        for start in range(0, len(ids), MAX_BATCH):
+            self._run("forget", *ids[start : start + MAX_BATCH])
+
+    def handoff(self, token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue, *, holder: str = "") -> None:
         """See LeaseQueue."""
         rules.check_item(item)
-        if not isinstance(samples, RedisLeaseQueue) or samples.namespace != self.namespace:
-            raise ConfigError("a hand-off needs two queues of one run", subject=samples.name)
-        tables = {"prompts": self, "samples": samples}
-        status = self._run("handoff", token, prompt_id, *_wire(item), tables=tables)
+        rules.check_holder(prompt_id, item, holder)
+        target = rules.check_pair(self, samples, RedisLeaseQueue)
+        names = " ".join(target.groups())
+        status = self._run("handoff", names, token, prompt_id, holder or "-", *_wire(item), to=target)[0]
         if status == b"stale":
             raise StaleLease("handoff", token, prompt_id)
         if status == b"conflict":
             raise IdConflict(samples.name, item.id)
+        if status == b"groups":
+            self.handoff(token, prompt_id, item, samples, holder=holder)
+
+    def recall(self, samples: LeaseQueue) -> int:
+        """See LeaseQueue."""
+        target, grace_ms = rules.check_pair(self, samples, RedisLeaseQueue), int(rules.WORKER_GRACE_S * 1000)
+        held = {item_id: producer for page in self._pages("held") for item_id, producer in page.items()}
+        places = self._client.call("ZMSCORE", self.key("seq"), *held) if held else []
+        # Each chunk goes to the head: the last place first.
+        ids = [i for _, i in sorted(((float(at), i) for at, i in zip(places, held, strict=True) if at), reverse=True)]
+        recalled = 0
+        for start in range(0, len(ids), _MAX_ONE_BY_ONE):
+            chunk = reversed(ids[start : start + _MAX_ONE_BY_ONE])
+            pairs = [part for item_id in chunk for part in (item_id, held[item_id])]
+            recalled += int(self._run("recall", grace_ms, *pairs, to=target)[1])
+        return recalled
 
     def has_room(self) -> bool:
         """See LeaseQueue."""
@@ -180,7 +203,7 @@ class RedisLeaseQueue(LeaseQueue):
             left_s = end_s - clock.monotonic()
             if left_s <= 0:
                 return False
-            clock.sleep(min(left_s, _ROOM_POLL_S))
+            self._wait_for("room", left_s)
         return True
 
     def beat(self, role: str, worker: str) -> None:
@@ -189,7 +212,7 @@ class RedisLeaseQueue(LeaseQueue):
 
     def farewell(self, role: str, worker: str) -> None:
         """See LeaseQueue."""
-        self._client.call("ZREM", self.key("workers"), f"{role} {worker}")
+        self._client.call("ZREM", self._run_key("workers"), f"{role} {worker}")
 
     def close(self) -> None:
         """See LeaseQueue."""
@@ -197,51 +220,25 @@ class RedisLeaseQueue(LeaseQueue):
 
     def stats(self) -> QueueStats:
         """See LeaseQueue."""
-        *counts, ctl, workers = self._run("stats", int(rules.WORKER_GRACE_S * 1000))
-        ready, delayed, leased, done, dead = counts
-        redelivered, stored_bytes, closed, full = (int(value or 0) for value in ctl)
-        roles = [worker.decode().partition(" ")[0] for worker in workers]
-        return QueueStats(
-            name=self.name,
-            ready=ready,
-            delayed=delayed,
-            leased=leased,
-            done=done,
-            dead=dead,
-            redelivered=redelivered,
-            stored_bytes=stored_bytes,
-            closed=bool(closed),
-            full=bool(full),
-            workers={role: roles.count(role) for role in sorted(set(roles))},
-        )
+        self._check_group()
+        return replies.read_stats(self._run("stats", int(rules.WORKER_GRACE_S * 1000)), self.name, self.group)
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """See LeaseQueue."""
-        cursor, seen = b"0", set[bytes]()
-        while True:
-            cursor, flat = self._client.call("HSCAN", self.key("dead"), cursor, "COUNT", rules.PAGE)
-            found = {
-                item_id: reason for item_id, reason in zip(flat[::2], flat[1::2], strict=True) if item_id not in seen
-            }
-            seen.update(found)
-            yield from self._read_dead(found)
-            if cursor == b"0":
-                return
-
-    def _read_dead(self, found: dict[bytes, bytes]) -> Iterator[DeadLetter]:
-        if not found:
-            return
-        payloads = self._client.call("HMGET", self.key("ref"), *found)
-        counts = self._client.call("HMGET", self.key("deliveries"), *found)
-        for (item_id, reason), payload, count in zip(found.items(), payloads, counts, strict=True):
-            # requeued and done by now
-            if payload is not None:
-                yield DeadLetter(item_id.decode(), reason.decode(), int(count or 0), payload)
+        self._check_group()
+        for found in self._pages("dead"):
+            payloads = self._client.call("HMGET", self.key("ref"), *found)
+            counts = self._client.call("HMGET", self.key("deliveries"), *found)
+            for (item_id, reason), payload, count in zip(found.items(), payloads, counts, strict=True):
+                # requeued and done by now
+                if payload is not None:
+                    yield DeadLetter(item_id.decode(), reason.decode(), int(count or 0), payload)
 
     def requeue(self, ids: Sequence[str]) -> int:
         """See LeaseQueue."""
+        reopens = int(rules.samples_of(self.name) is not None)
         starts = range(0, len(ids), MAX_BATCH)
-        return sum(self._run("requeue", *ids[start : start + MAX_BATCH], repeatable=False) for start in starts)
+        return sum(int(self._run("requeue", reopens, *ids[at : at + MAX_BATCH])[1]) for at in starts)
 
     def payloads(self) -> Iterator[LeasedItem]:
         """See LeaseQueue."""
@@ -249,12 +246,11 @@ class RedisLeaseQueue(LeaseQueue):
         while page := self._run("page", last, rules.PAGE):
             last, *columns = page
             for item_id, payload, count in zip(*columns, strict=True):
-                yield LeasedItem(item_id.decode(), payload, int(count or 0))
+                yield LeasedItem(item_id.decode(), payload, count)
 
     def purge(self) -> int:
         """See LeaseQueue."""
-        held: int = self._run("purge", repeatable=False)
-        return held
+        return int(self._run("purge")[1])
 
 
 def _wire(item: QueueItem) -> tuple[str, bytes, str, int]:

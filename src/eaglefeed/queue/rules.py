@@ -1,24 +1,33 @@
 """What every queue keeps alike: names, ids, digests, chunks, backoff and the words of a dead letter."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import xxhash
 
-from eaglefeed.errors import ConfigError, InputError
-from eaglefeed.queue.base import MAX_BATCH, QueueItem, QueueLimits
+from eaglefeed.errors import ConfigError, InputError, QueueError
+from eaglefeed.queue.base import MAX_BATCH, LeaseQueue, QueueItem, QueueLimits
 
 __all__ = [
     "PAGE",
     "WORKER_GRACE_S",
     "backoff_ms",
     "check_batch",
+    "check_group",
+    "check_holder",
+    "check_ids",
     "check_item",
     "check_name",
+    "check_pair",
     "chunks",
     "crash_reason",
     "digest",
+    "groups_are_fixed",
+    "prompts_of",
+    "samples_of",
     "short_reason",
+    "step_is_released",
 ]
 
 PAGE = 200
@@ -31,6 +40,8 @@ _ID = re.compile(r"[^\n]{1,256}")
 _CHUNK_BYTES = 8 * 2**20
 _MAX_REASON = 500
 _MAX_DOUBLINGS = 30
+
+Q = TypeVar("Q", bound=LeaseQueue)
 
 
 def check_name(kind: str, value: str) -> str:
@@ -45,6 +56,64 @@ def check_name(kind: str, value: str) -> str:
     return value
 
 
+def samples_of(name: str) -> str | None:
+    """The queue that gets the samples of this prompts queue; None if it is no prompts queue."""
+    return f"samples{name[7:]}" if re.fullmatch(r"prompts(\..+)?", name) else None
+
+
+def prompts_of(name: str) -> str | None:
+    """The queue of the prompts that this queue's samples are made of; None if it is no samples queue."""
+    return f"prompts{name[7:]}" if re.fullmatch(r"samples(\..+)?", name) else None
+
+
+def check_group(queue: str, group: str, declared: Iterable[str]) -> None:
+    """Refuse a group that the queue does not have.
+
+    Raises:
+        ConfigError: it is not among those declared.
+    """
+    names = sorted(declared)
+    if group not in names:
+        fix = "use one of them; groups are declared when the run is created (queue.groups)"
+        raise ConfigError(f"{queue} has no such group", subject=group, wanted=" or ".join(names), fix=fix)
+
+
+def groups_are_fixed(queue: str, declared: Iterable[str], wanted: Iterable[str]) -> ConfigError:
+    """Other groups than those that a queue was created with."""
+    fix = "use the groups that the run was created with, or start a new run"
+    names = [", ".join(sorted(set(groups))) for groups in (declared, wanted)]
+    return ConfigError("its groups are fixed", subject=queue, wanted=names[0], got=names[1], fix=fix)
+
+
+def step_is_released(queue: str, step: int, committed: int) -> QueueError:
+    """A restore of a step whose later samples may be gone."""
+    fix = "restore that step or a later one; commit only the oldest checkpoint that you keep"
+    what = "a later step is committed, its samples are released"
+    return QueueError(what, subject=queue, wanted=f"step {committed} or later", got=step, fix=fix)
+
+
+def check_pair(prompts: LeaseQueue, samples: LeaseQueue, kind: type[Q]) -> Q:
+    """The queue that gets the samples of these prompts, as the `kind` that both must be.
+
+    Raises:
+        ConfigError: it is another queue, another run's or of another kind.
+    """
+    wanted = samples_of(prompts.name)
+    if not isinstance(samples, kind) or (samples.namespace, samples.name) != (prompts.namespace, wanted):
+        raise ConfigError("not the samples of these prompts", subject=samples.name, wanted=wanted)
+    return samples
+
+
+def check_holder(prompt_id: str, item: QueueItem, holder: str) -> None:
+    """Refuse to hold a prompt under another id than its sample's.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if holder and item.id != prompt_id:
+        raise ConfigError("a held prompt's sample has its id", subject=item.id, wanted=prompt_id)
+
+
 def check_batch(n: int) -> None:
     """Refuse a batch that one script cannot serve.
 
@@ -55,14 +124,26 @@ def check_batch(n: int) -> None:
         raise ConfigError("batch size", wanted=f"1 to {MAX_BATCH}", got=n)
 
 
+def check_ids(ids: Iterable[str]) -> None:
+    """Refuse what cannot be an item's id.
+
+    Raises:
+        InputError: an id with a line break, empty or long.
+    """
+    for item_id in ids:
+        if not _ID.fullmatch(item_id):
+            raise InputError(
+                "cannot be an item's id", subject=repr(item_id[:200]), wanted="1 to 256 characters, one line"
+            )
+
+
 def check_item(item: QueueItem) -> None:
     """Refuse an item that the queue cannot keep.
 
     Raises:
         InputError: an id with a line break, empty or long; negative stored_bytes.
     """
-    if not _ID.fullmatch(item.id):
-        raise InputError("cannot be an item's id", subject=repr(item.id[:200]), wanted="1 to 256 characters, one line")
+    check_ids([item.id])
     if item.stored_bytes < 0:
         raise InputError("stored_bytes", subject=item.id, wanted="0 or more", got=item.stored_bytes)
 

@@ -21,6 +21,7 @@ __all__ = ["find_server_binary", "is_alive", "launch", "shut_down", "wait_until_
 _POLL_S = 0.005
 _ANSWER_TIMEOUT_S = 5.0
 _LOG_LINES = 5
+_LAST_LOOKS = 40
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _OPTIONS = {
     "port": "0",
@@ -111,14 +112,21 @@ def _spawn(binary: str, folder: Path, lock_fd: int) -> int:
 
 
 def _remove_stale_socket(folder: Path, socket_path: str) -> None:
-    try:
-        _ask(socket_path, b"PING\r\n")
-    except (FileNotFoundError, ConnectionRefusedError):
-        (folder / "server.sock").unlink(missing_ok=True)
-    except OSError as error:
-        raise _in_use(folder, f"{type(error).__name__}: {error}") from None
-    else:
-        raise _in_use(folder, "an answer from it")
+    for _ in range(_LAST_LOOKS):
+        try:
+            got = repr(_ask(socket_path, b"PING\r\n"))
+            break
+        except (FileNotFoundError, ConnectionRefusedError):
+            (folder / "server.sock").unlink(missing_ok=True)
+            return
+        except (ConnectionResetError, BrokenPipeError) as error:
+            # perhaps of a server that was killed just now: its lock is free before its socket is closed
+            got = f"{type(error).__name__}: {error}"
+            SYSTEM_CLOCK.sleep(_POLL_S)
+        except OSError as error:
+            got = f"{type(error).__name__}: {error}"
+            break
+    raise _in_use(folder, got)
 
 
 def _in_use(folder: Path, got: str) -> ConfigError:

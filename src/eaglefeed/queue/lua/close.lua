@@ -2,8 +2,12 @@
 --
 -- KEYS
 --   ctl         HASH  closed
---   wake        LIST  at most 4 tokens that waiting leases pop
-call('UNLINK', q.wake)
+--   each.wake   LIST  at most 4 tokens that waiting leases pop
+--   run.replay  HASH  call -> sequence number and reply of this client's last one
+-- Reply  {ok}
+local before = earlier(run)
+if before then return before end -- a requeue may have opened it again since
+for _, group in ipairs(groups) do call('UNLINK', group.wake) end
 call('HSET', q.ctl, 'closed', '1')
-call('RPUSH', q.wake, '1', '1', '1', '1')
-return 1
+for _, group in ipairs(groups) do call('RPUSH', group.wake, '1', '1', '1', '1') end
+return keep(run, {'ok'})

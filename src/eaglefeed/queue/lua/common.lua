@@ -1,5 +1,7 @@
--- Prepended to every script, behind DEFAULTS (the limits of a queue that nobody configured) and the tables of keys that
--- the script's own comment declares. `q` is one queue's table of keys.
+-- Prepended to every script, as far as it needs it, behind the tables of keys that the script's own comment declares.
+-- DEFAULTS are the limits of a queue that nobody configured. A lease is a field of `state`: token -> the number it was
+-- given and its consumer, then the ids it still holds, a line each. `q` is a queue as one group sees it: its shared keys and that group's own; `groups`
+-- is the list of all groups' own keys, where a script declares `each.…`.
 --
 -- Every script: the server's time only; a constant number of calls a batch; the first write frees memory wherever it
 -- must work at maxmemory, since Redis refuses a growing command only as long as nothing was written.
@@ -15,104 +17,117 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
--- Wakes one waiting lease call; the list is a hint and never grows.
-local function wake(q)
-  if call('LLEN', q.wake) < 4 then call('RPUSH', q.wake, '1') end
+-- A number above all given out before, also when the server of before was ahead of a failover's copy.
+local function above(last, now)
+  return text(math.max(tonumber(last or 0) + 1, now * 1000))
 end
 
--- Sets or clears ctl.full by count and stored bytes, with hysteresis.
-local function update_room(q)
+-- The lines of a text.
+local function lines_of(joined)
+  local lines = {}
+  for line in string.gmatch(joined, '[^\n]+') do lines[#lines + 1] = line end
+  return lines
+end
+
+-- The reply of this very call, if it is a repeated one that was carried out before.
+local function earlier(run)
+  if AGAIN == '0' then return nil end
+  local stored = call('HGET', run.replay, CALL)
+  if not stored or string.sub(stored, 1, #SEQUENCE + 1) ~= SEQUENCE .. '\n' then return nil end
+  return lines_of(string.sub(stored, #SEQUENCE + 2))
+end
+
+-- Stores a reply of texts without line breaks. A client's replies stay for an hour or two after its last call, longer
+-- than it repeats one. Looking is cheaper than setting it each time, which goes to the file and to replicas.
+local function keep(run, reply)
+  call('HSET', run.replay, CALL, SEQUENCE .. '\n' .. table.concat(reply, '\n'))
+  if call('PTTL', run.replay) < 3600000 then call('PEXPIRE', run.replay, 7200000) end
+  return reply
+end
+
+-- Wakes one waiting lease call; the list is a hint and never grows.
+local function wake(group)
+  if call('LLEN', group.wake) < 4 then call('RPUSH', group.wake, '1') end
+end
+
+-- Opens or shuts the room; producers that wait for it are woken, the first 64 at once.
+local function set_full(q, full)
+  call('UNLINK', q.room)
+  call('HSET', q.ctl, 'full', full and '1' or '0')
+  if full then return end
+  local tokens = {}
+  for i = 1, 64 do tokens[i] = '1' end
+  call('RPUSH', q.room, unpack(tokens))
+end
+
+-- Whether the room is shut, the number of items and their bytes, and the limits of both.
+local function read_room(q, depth)
   local names = {'high_count', 'high_bytes', 'low_count', 'low_bytes'}
-  local ctl = call('HMGET', q.ctl, 'full', 'stored', unpack(names))
-  local full, depth, stored = ctl[1] == '1', call('ZCARD', q.seq), tonumber(ctl[2] or 0)
-  local limits = {}
+  local ctl, limits = call('HMGET', q.ctl, 'full', 'stored', unpack(names)), {}
   for i, name in ipairs(names) do limits[name] = tonumber(ctl[i + 2] or DEFAULTS[name]) end
+  return ctl[1] == '1', depth or call('ZCARD', q.seq), tonumber(ctl[2] or 0), limits
+end
+
+-- Looks at the room again, with hysteresis; `known` is the number of items, where it is.
+local function update_room(q, known)
+  local full, depth, stored, limits = read_room(q, known)
   local now_full = depth >= limits.high_count or stored >= limits.high_bytes
   now_full = now_full or full and (depth > limits.low_count or stored > limits.low_bytes)
-  if now_full ~= full then call('HSET', q.ctl, 'full', now_full and '1' or '0') end
+  if now_full ~= full then set_full(q, now_full) end
 end
 
--- Adds the stored bytes of `ids` to the queue's sum (sign 1) or takes them off (sign -1).
-local function count_stored(q, ids, sign)
+-- Adds the stored bytes of `ids` to the queue's sum.
+local function count_stored(q, ids)
   local sum = 0
   for _, bytes in ipairs(call('HMGET', q.bytes, unpack(ids))) do sum = sum + tonumber(bytes or 0) end
-  if sum > 0 then call('HINCRBY', q.ctl, 'stored', text(sign * sum)) end
+  if sum > 0 then call('HINCRBY', q.ctl, 'stored', text(sum)) end
 end
 
--- Puts new items {id, payload, digest, stored bytes} at the tail.
-local function add(q, items)
-  local last, ids, sized = call('HINCRBY', q.ctl, 'seq', #items), {}, {}
-  local digests, payloads, places = {}, {}, {}
+-- Gives `ids` the next places in put order.
+local function place(q, ids)
+  local last, places = call('HINCRBY', q.ctl, 'seq', #ids), {}
+  for i, id in ipairs(ids) do
+    places[2 * i - 1], places[2 * i] = text(last - #ids + i), id
+  end
+  call('ZADD', q.seq, unpack(places))
+end
+
+-- Of `ids` on their way back to ready, those whose tensors are there; the others are parked until they are made again.
+local function with_tensors(q, ids)
+  if call('EXISTS', q.recalled) == 0 then return ids end
+  local there, gone = {}, {}
+  for i, recalled in ipairs(call('SMISMEMBER', q.recalled, unpack(ids))) do
+    table.insert(recalled == 1 and gone or there, ids[i])
+  end
+  if #gone > 0 then call('SADD', q.parked, unpack(gone)) end
+  return there
+end
+
+-- Puts new items {id, payload, digest, stored bytes} at the tail, for every group; there are `depth` then, if known.
+local function add(q, groups, items, depth)
+  local ids, sized, digests, payloads, pending, sum = {}, {}, {}, {}, {}, 0
   for i, item in ipairs(items) do
     local id, k = item[1], 2 * i - 1
     ids[i] = id
     payloads[k], payloads[k + 1] = id, item[2]
     digests[k], digests[k + 1] = id, item[3]
-    places[k], places[k + 1] = text(last - #items + i), id
+    pending[k], pending[k + 1] = id, #groups
     if item[4] ~= '0' then
-      sized[#sized + 1] = id
-      sized[#sized + 1] = item[4]
+      sized[#sized + 1], sized[#sized + 2] = id, item[4]
+      sum = sum + tonumber(item[4])
     end
   end
   call('HSET', q.digest, unpack(digests))
   call('HSET', q.ref, unpack(payloads))
-  call('ZADD', q.seq, unpack(places))
-  if #sized > 0 then call('HSET', q.bytes, unpack(sized)) end
-  call('RPUSH', q.ready, unpack(ids))
-  count_stored(q, ids, 1)
-  update_room(q)
-  wake(q)
-end
-
--- Which of `ids` the lease holds: a list of 1 and 0, and those ids. A repeated id is held once.
-local function held_by(q, token, ids)
-  local flags, mine, seen = {}, {}, {}
-  for i, owner in ipairs(call('HMGET', q.owner, unpack(ids))) do
-    local id = ids[i]
-    local held = owner == token and not seen[id]
-    flags[i] = held and 1 or 0
-    if held then
-      seen[id] = true
-      mine[#mine + 1] = id
-    end
+  if #groups > 1 then call('HSET', q.pending, unpack(pending)) end
+  if #sized > 0 then
+    call('HSET', q.bytes, unpack(sized))
+    call('HINCRBY', q.ctl, 'stored', text(sum))
   end
-  return flags, mine
-end
-
--- Takes `ids` out of their lease; the lease ends with its last one.
-local function release(q, token, ids)
-  call('HDEL', q.owner, unpack(ids))
-  if call('HINCRBY', q.open, token, -#ids) <= 0 then
-    call('ZREM', q.leases, token)
-    call('HDEL', q.lease, token)
-    call('HDEL', q.open, token)
+  place(q, ids)
+  for _, group in ipairs(groups) do
+    call('RPUSH', group.ready, unpack(ids))
+    wake(group)
   end
-end
-
--- Forgets done items but for their digest.
-local function settle(q, ids)
-  call('ZREM', q.seq, unpack(ids))
-  count_stored(q, ids, -1)
-  for _, key in ipairs({q.ref, q.bytes, q.deliveries, q.crashes, q.errors}) do call('HDEL', key, unpack(ids)) end
-  update_room(q)
-end
-
--- Makes items dead letters; their payload, bytes and delivery count stay.
-local function bury(q, ids, reasons)
-  local fields = {}
-  for i, id in ipairs(ids) do
-    fields[2 * i - 1], fields[2 * i] = id, reasons[i]
-  end
-  call('ZREM', q.seq, unpack(ids))
-  call('HSET', q.dead, unpack(fields))
-  count_stored(q, ids, -1)
-  update_room(q)
-end
-
--- Puts ids to the head of the ready items, in their order.
-local function push_head(q, ids)
-  local reversed = {}
-  for i = #ids, 1, -1 do reversed[#reversed + 1] = ids[i] end
-  call('LPUSH', q.ready, unpack(reversed))
-  wake(q)
+  update_room(q, depth)
 end

@@ -1,81 +1,67 @@
--- lease: reclaims what ran out, promotes what is due, and leases up to n items of the head.
+-- lease: reclaims leases that ran out, promotes delayed items that are due, then leases up to n items of the head.
 --
--- Reclaims at most 64 leases or 1,000 items and promotes at most 1,000 a call; the caller calls again while `next` is
--- not in the future, so a backlog of any size drains.
+-- An item with a crash behind it is leased alone, and only crashes while alone are counted, so a poison item does not
+-- take its lease-mates along. Both the reclaiming and the promoting take at most 1,000 a call; the caller calls again
+-- while `next` is not in the future, so a backlog of any size drains.
 --
 -- KEYS
 --   ready       LIST  ids, the head is leased next
 --   delayed     ZSET  id by the time it is due, ms
 --   leases      ZSET  token by deadline, ms
---   lease       HASH  token -> consumer and ids, a line each
---   open        HASH  token -> number of its items that are not settled
---   owner       HASH  id -> token of the lease that holds it
---   ref         HASH  id -> payload, of all that is not done
---   seq         ZSET  id by place in put order, of all that is unsettled
---   bytes       HASH  id -> stored bytes, where not 0
---   deliveries  HASH  id -> times leased
+--   tentative   ZSET  ids of one ack, a line each, by the step that learned them
+--   deliveries  HASH  id -> deliveries that ended unsettled
 --   crashes     HASH  id -> times its lease ran out while it was leased alone; there from any crash on
 --   errors      HASH  id -> reason of its last nack
 --   dead        HASH  id -> reason
---   ctl         HASH  token, redelivered, stored, full, closed and the limits
+--   parked      SET   ids that are back, and whose tensors are gone
+--   recalled    SET   ids whose tensors are gone
+--   state       HASH  token, session, restoring, redelivered, leases; leased: ids in them
 --   wake        LIST  at most 4 tokens that waiting leases pop
--- ARGV   n, visibility timeout ms, consumer
--- Reply  {lease, token, deadline, ids, payloads, delivery counts} | {empty | drained, next ms or 0, now ms}
-local MAX_LEASES, MAX_ITEMS = 64, 1000
+--   ref         HASH  id -> payload, of all that is kept
+--   seq         ZSET  id by place in put order, of all that is not released
+--   bytes       HASH  id -> stored bytes, where not 0
+--   pending     HASH  id -> groups that have neither done it nor hold it dead; only with several groups
+--   released    LIST  ids whose shards may go, a line each, of one settlement
+--   ctl         HASH  stored, full, released, closed and the limits
+--   room        LIST  at most 64 tokens that waiting producers pop
+--   each.dead   HASH  id -> reason
+--   run.replay  HASH  call -> sequence number and reply of this client's last one
+-- ARGV   n, visibility timeout ms, consumer, session
+-- Reply  {lease, token, deadline, ids, a line each, payloads, deliveries that ended before, or none}
+--        | {empty | commit_due | drained, next ms or 0, now ms} | {session, the newest one}
+local MAX_LEASES, MAX_ITEMS, RESTORE_POLL_MS = 64, 1000, 50
+
+local noted = call('EXISTS', q.deliveries) == 1 -- whether any delivery ended unsettled, as by a crash
+
+local function reply_of(token, deadline, ids, joined)
+  local ended = noted and call('HMGET', q.deliveries, unpack(ids)) or {}
+  return {'lease', token, deadline, joined, call('HMGET', q.ref, unpack(ids)), ended}
+end
+
+-- The lease of this very call, as long as it holds all it was given.
+local before = earlier(run)
+local lease = before and call('HGET', q.state, before[1])
+if lease then
+  local lines = lines_of(lease)
+  local given = tonumber(string.match(table.remove(lines, 1), '%d+'))
+  if #lines == given then return reply_of(before[1], before[2], lines, table.concat(lines, '\n')) end
+end
+
 local now = now_ms()
-
--- The leases that ran out, and who of their items they still hold: tokens, ids, ids leased alone.
-local function expired()
-  local tokens, ids, holders, alone = {}, {}, {}, {}
-  local due = call('ZRANGEBYSCORE', q.leases, '-inf', text(now), 'LIMIT', 0, MAX_LEASES)
-  if #due == 0 then return tokens end
-  for i, lease in ipairs(call('HMGET', q.lease, unpack(due))) do
-    local lines = {}
-    for line in string.gmatch(lease, '[^\n]+') do lines[#lines + 1] = line end
-    if i > 1 and #ids + #lines - 1 > MAX_ITEMS then break end
-    tokens[i] = due[i]
-    for k = 2, #lines do
-      ids[#ids + 1], holders[#ids + 1] = lines[k], due[i]
-      if #lines == 2 then alone[lines[k]] = due[i] end
-    end
-  end
-  local held = {}
-  for i, owner in ipairs(call('HMGET', q.owner, unpack(ids))) do
-    if owner == holders[i] then held[#held + 1] = ids[i] end
-  end
-  return tokens, held, alone
-end
-
-local function bury_crashed(ids, counts)
-  local reasons = {}
-  for i, reason in ipairs(call('HMGET', q.errors, unpack(ids))) do
-    local told = reason and '; last error: ' .. reason or ''
-    reasons[i] = 'its lease ran out ' .. text(counts[i]) .. ' times while it was leased alone' .. told
-  end
-  bury(q, ids, reasons)
-end
+local state = call('HMGET', q.state, 'token', 'session', 'restoring', 'leased')
+local leased = tonumber(state[4] or 0)
+if ARGV[4] ~= (state[2] or '0') then return {'session', state[2] or '0'} end
+if state[3] then return {'empty', text(now + RESTORE_POLL_MS), text(now)} end
 
 local function reclaim()
-  local tokens, ids, alone = expired()
-  if #tokens == 0 then return end
-  for _, key in ipairs({q.lease, q.open}) do call('HDEL', key, unpack(tokens)) end
-  call('ZREM', q.leases, unpack(tokens))
-  local back, fields, dead, counts = {}, {}, {}, {}
-  local max_deliveries = tonumber(call('HGET', q.ctl, 'max_deliveries') or DEFAULTS.max_deliveries)
-  for i, before in ipairs(call('HMGET', q.crashes, unpack(ids))) do
-    local id = ids[i]
-    local count = tonumber(before or 0) + (alone[id] and 1 or 0)
-    fields[2 * i - 1], fields[2 * i] = id, text(count)
-    if count >= max_deliveries then
-      dead[#dead + 1], counts[#counts + 1] = id, count
-    else
-      back[#back + 1] = id
-    end
-  end
-  call('HDEL', q.owner, unpack(ids))
-  call('HSET', q.crashes, unpack(fields))
-  if #back > 0 then push_head(q, back) end
-  if #dead > 0 then bury_crashed(dead, counts) end
+  local due = call('ZRANGEBYSCORE', q.leases, '-inf', text(now), 'LIMIT', 0, MAX_LEASES)
+  if #due == 0 then return end
+  local ids, alone = end_leases(q, due, MAX_ITEMS)
+  leased = leased - #ids
+  call('HSET', q.state, 'leased', leased)
+  note_crashes(q, ids, alone)
+  noted = true
+  push_head(q, bury_crashed(q, groups, ids))
 end
 
 local function promote()
@@ -85,50 +71,51 @@ local function promote()
   call('RPUSH', q.ready, unpack(due))
 end
 
--- Up to n ids of the head; one with a crash behind it goes alone.
-local function head(n)
-  local ids = call('LRANGE', q.ready, 0, n - 1)
-  if #ids == 0 then return ids end
-  local chosen = {}
-  for i, crashes in ipairs(call('HMGET', q.crashes, unpack(ids))) do
-    if crashes and i > 1 then break end
-    chosen[i] = ids[i]
-    if crashes then break end
-  end
-  return chosen
+-- Takes up to n ids off the head; one with a crash behind it goes alone.
+local function take(n)
+  local ids = call('LPOP', q.ready, n)
+  if not ids or not noted then return ids or {} end
+  local crashes, size = call('HMGET', q.crashes, unpack(ids)), 1
+  while size < #ids and not crashes[1] and not crashes[size + 1] do size = size + 1 end
+  local rest = {}
+  for i = #ids, size + 1, -1 do rest[#rest + 1] = table.remove(ids) end
+  if #rest > 0 then call('LPUSH', q.ready, unpack(rest)) end
+  return ids
 end
 
 local function nothing()
-  local closed, soonest = call('HGET', q.ctl, 'closed'), 0
-  if closed == '1' and call('ZCARD', q.seq) == 0 then return {'drained', 0, now} end
+  local closed, soonest, told = call('HGET', q.ctl, 'closed') == '1', 0, 'empty'
   for _, key in ipairs({q.delayed, q.leases}) do
     local at = tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
     if at and (soonest == 0 or at < soonest) then soonest = at end
   end
-  return {'empty', soonest, now}
+  if closed and call('LLEN', q.ready) + call('ZCARD', q.delayed) + leased == 0 then
+    return {'drained', '0', text(now)}
+  end
+  local full, depth, stored, limits = read_room(q)
+  if full and call('ZCARD', q.tentative) > 0 then
+    told = 'commit_due'
+  elseif full and depth < limits.high_count and stored < limits.high_bytes then
+    set_full(q, false) -- consumers starve: they come before the hysteresis
+  end
+  return {told, text(soonest), text(now)}
 end
 
 reclaim()
 promote()
-local ids = head(tonumber(ARGV[1]))
+local ids = take(tonumber(ARGV[1]))
 if #ids == 0 then return nothing() end
-call('LPOP', q.ready, #ids)
 
-local deadline = text(now + tonumber(ARGV[2]))
-local token = text(math.max(tonumber(call('HGET', q.ctl, 'token') or 0) + 1, now * 1000))
-local owners, counts, fields, again = {}, {}, {}, 0
-for i, before in ipairs(call('HMGET', q.deliveries, unpack(ids))) do
-  counts[i] = tonumber(before or 0) + 1
-  if counts[i] > 1 then again = again + 1 end
-  owners[2 * i - 1], owners[2 * i] = ids[i], token
-  fields[2 * i - 1], fields[2 * i] = ids[i], text(counts[i])
-end
-call('HSET', q.ctl, 'token', token)
-call('HSET', q.owner, unpack(owners))
-call('HSET', q.deliveries, unpack(fields))
-call('HSET', q.lease, token, ARGV[3] .. '\n' .. table.concat(ids, '\n'))
-call('HSET', q.open, token, #ids)
+local token, deadline = above(state[1], now), text(now + tonumber(ARGV[2]))
+local joined = table.concat(ids, '\n')
+local record = #ids .. ' ' .. ARGV[3] .. '\n' .. joined
+call('HSET', q.state, 'token', token, 'leased', leased + #ids, token, record)
 call('ZADD', q.leases, deadline, token)
-if again > 0 then call('HINCRBY', q.ctl, 'redelivered', again) end
+local reply, again = reply_of(token, deadline, ids, joined), 0
+for i in ipairs(ids) do
+  if reply[6][i] then again = again + 1 end
+end
+if again > 0 then call('HINCRBY', q.state, 'redelivered', again) end
 if call('LLEN', q.ready) > 0 then wake(q) end
-return {'lease', token, deadline, ids, call('HMGET', q.ref, unpack(ids)), counts}
+keep(run, {token, deadline})
+return reply

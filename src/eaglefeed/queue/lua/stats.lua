@@ -1,23 +1,28 @@
--- stats: exact counts, and the workers that live.
+-- stats: exact counts as one group sees them, and the workers that live.
 --
 -- KEYS
 --   ready       LIST  ids, the head is leased next
 --   delayed     ZSET  id by the time it is due, ms
---   owner       HASH  id -> token of the lease that holds it
+--   returning   ZSET  id by place in put order, on its way to the head
+--   held        HASH  id -> producer that its sample's tensors stay with
+--   parked      SET   ids that are back, and whose tensors are gone
 --   digest      HASH  id -> digest of its payload, of all that was ever put
---   seq         ZSET  id by place in put order, of all that is unsettled
 --   dead        HASH  id -> reason
---   ctl         HASH  redelivered, stored, closed, full
---   workers     ZSET  "role name" by last sign of life, ms; shared by the run's queues
+--   state       HASH  session, committed, redelivered; leased and learned: ids in leases, and tentative ones
+--   ctl         HASH  stored, closed, full, released
+--   run.workers ZSET  "role name" by last sign of life, ms; shared by the run's queues
 -- ARGV   grace ms
--- Reply  {ready, delayed, leased, done, dead, ctl's four, workers}
-local dead, ctl = call('HLEN', q.dead), call('HMGET', q.ctl, 'redelivered', 'stored', 'closed', 'full')
-return {
-  call('LLEN', q.ready),
-  call('ZCARD', q.delayed),
-  call('HLEN', q.owner),
-  call('HLEN', q.digest) - call('ZCARD', q.seq) - dead,
-  dead,
-  ctl,
-  call('ZRANGEBYSCORE', q.workers, text(now_ms() - tonumber(ARGV[1])), '+inf'),
-}
+-- Reply  {ready, delayed, leased, tentative, held, parked, done, dead, state's three, ctl's four, workers}.
+--        What a restore is about to give back counts as ready.
+local ready = call('LLEN', q.ready) + call('ZCARD', q.returning)
+local state = call('HMGET', q.state, 'leased', 'learned')
+local counts = {ready, call('ZCARD', q.delayed), tonumber(state[1] or 0), tonumber(state[2] or 0),
+  call('HLEN', q.held), call('SCARD', q.parked)}
+local dead, unsettled = call('HLEN', q.dead), 0
+for _, count in ipairs(counts) do unsettled = unsettled + count end
+counts[#counts + 1] = call('HLEN', q.digest) - unsettled - dead
+counts[#counts + 1] = dead
+counts[#counts + 1] = call('HMGET', q.state, 'redelivered', 'session', 'committed')
+counts[#counts + 1] = call('HMGET', q.ctl, 'stored', 'closed', 'full', 'released')
+counts[#counts + 1] = call('ZRANGEBYSCORE', run.workers, text(now_ms() - tonumber(ARGV[1])), '+inf')
+return counts
