@@ -1,13 +1,14 @@
 """A trainer of one's own: any nn.Module on a SampleStream. Its argument is the folder of a run."""
 
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from eaglefeed import EmbeddedServer, SampleStream, connect, open_queue, open_store
+from eaglefeed import Eagle3TargetBatch, EmbeddedServer, SampleStream, connect, open_queue, open_store
 from eaglefeed.consumer.run import load_run_assets
 
 
@@ -27,6 +28,26 @@ def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimiz
     return losses
 
 
+def train_with_checkpoints(
+    stream: SampleStream, learn: Callable[[list[Eagle3TargetBatch]], object], save: Callable[[int, list[str]], object]
+) -> int:
+    """The same exactly once: `save` keeps the step, the ids and your model. Returns the number of steps.
+
+    Started again, load what was saved, and build the stream with `session=samples.restore(step, seen=ids)`.
+    """
+    step = 0  # or the step of your checkpoint
+    while not stream.ended:
+        batches = stream.take(8, wait_s=30.0)
+        if batches:
+            learn(batches)
+            step += 1
+            stream.ack(step)  # comes again until a checkpoint holds it
+        if not batches or stream.ended or step % 100 == 0:
+            save(step, stream.state_dict()["seen"])
+            stream.commit(step)  # settled for good; its shards go
+    return step
+
+
 def main(folder: Path) -> None:
     """Train a linear head on the samples of a run that was produced with a vocabulary map."""
     store = open_store(str(folder / "shards"))
@@ -36,7 +57,10 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with EmbeddedServer(folder / "queue") as server, closing(connect(server.url)) as client:
         samples = open_queue(client, folder.name, "samples")
-        with SampleStream(samples, store, consumer="my-trainer", contract=assets.contract.id) as stream:
+        session = samples.restore(0)  # what an earlier start of ours held when it died comes first
+        with SampleStream(
+            samples, store, consumer="my-trainer", session=session, contract=assets.contract.id
+        ) as stream:
             losses = train(stream, model, optimizer)
     sys.stdout.write(f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last\n")
 

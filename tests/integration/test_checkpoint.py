@@ -9,7 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import draft_samples
-from eaglefeed.consumer.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from eaglefeed.consumer.checkpoint import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+    step_of,
+)
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.draft_config import DraftConfig
 from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
@@ -55,7 +62,8 @@ def trained(steps: int = 2) -> DraftTrainer:
 def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     one, other = trained(), make_trainer(seed=5)
     path = save_checkpoint(tmp_path / "new" / "folder", one, contract="c")
-    assert load_checkpoint(path, other, contract="c") == other.step_count == 2
+    assert load_checkpoint(path, other, contract="c") == (2, ())
+    assert other.step_count == 2
     assert one.step([make_batch(7)]) == other.step([make_batch(7)])
     for mine, theirs in zip(one.draft.parameters(), other.draft.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -63,8 +71,41 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -
 
 def test_an_untrained_trainer_can_be_saved_and_restored(tmp_path: Path) -> None:
     path, other = save_checkpoint(tmp_path, make_trainer(), contract="c"), trained()
-    assert load_checkpoint(path, other, contract="c") == 0
+    assert load_checkpoint(path, other, contract="c") == (0, ())
     assert other.step([make_batch(0)]) == make_trainer().step([make_batch(0)])
+
+
+def test_a_checkpoint_holds_the_samples_that_no_commit_has_settled(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained(), contract="c", seen=["p-7", 'odd "id" \u00e9'])
+    assert load_checkpoint(path, make_trainer(), contract="c").seen == ("p-7", 'odd "id" \u00e9')
+
+
+def test_a_checkpoint_of_before_there_were_commits_has_seen_nothing_more(tmp_path: Path) -> None:
+    one = trained()
+    path = save_checkpoint(tmp_path, one, contract="c")
+    metadata = {"format": "eaglefeed-checkpoint-1", "step": "2", "contract": "c", "config": one.draft.config.to_json()}
+    save_file(one.state_tensors(), path, metadata)
+    assert load_checkpoint(path, make_trainer(), contract="c") == (2, ())
+
+
+@pytest.mark.parametrize("seen", ["", "7", '{"a": 1}', "[1]"])
+def test_a_damaged_list_of_samples_is_refused(tmp_path: Path, seen: str) -> None:
+    one = trained()
+    path = save_checkpoint(tmp_path, one, contract="c")
+    metadata = {"format": "eaglefeed-checkpoint-1", "step": "2", "contract": "c", "config": one.draft.config.to_json()}
+    save_file(one.state_tensors(), path, metadata | {"seen": seen})
+    with pytest.raises(SchemaError, match="not a list of sample ids"):
+        load_checkpoint(path, make_trainer(), contract="c")
+
+
+def test_a_checkpoints_name_tells_its_step(tmp_path: Path) -> None:
+    assert step_of(save_checkpoint(tmp_path, trained(2), contract="c")) == 2
+
+
+def test_a_checkpoint_that_was_set_aside_is_none_any_more(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained(), contract="c")
+    assert set_aside(path).is_file()
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -200,11 +201,11 @@ def test_an_ack_after_the_lease_was_lost_is_stale_and_never_silent(run: pipeline
 def _failing_acks(run: pipeline.Run, failures: int) -> None:
     plain, left = run.samples.ack, [failures]
 
-    def ack(token: int, ids: list[str], *, step: int = 0) -> AckResult:
+    def ack(token: int, ids: list[str], **options: Any) -> AckResult:
         if left[0]:
             left[0] -= 1
             raise QueueUnavailable("server", "away")
-        return plain(token, ids, step=step)
+        return plain(token, ids, **options)
 
     run.samples.ack = ack  # type: ignore[method-assign,assignment]
 

@@ -1,23 +1,27 @@
-"""The reference training run: checkpoints before acknowledgements, and going on after a stop or a crash."""
+"""The reference training run: checkpoints and commits, and its start. tests/integration/test_resume.py crashes it."""
 
 import json
 import multiprocessing
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import draft_samples
 import pipeline
 import samples
+from eaglefeed.clock import ManualClock
+from eaglefeed.consumer import run as run_module
 from eaglefeed.consumer.checkpoint import list_checkpoints
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.run import TrainingRun, load_run_assets, only_trainer_of, wait_for_run
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
-from eaglefeed.errors import ConfigError, ContractMismatch, SampleMissing, TargetUnavailable
+from eaglefeed.errors import ConfigError, SampleMissing, StaleLease, TargetUnavailable
+from eaglefeed.queue.base import AckResult, Lease, QueueLimits
+from eaglefeed.storage.memory import MemoryStore
 
 
 def _trainer() -> DraftTrainer:
@@ -35,11 +39,8 @@ def run() -> pipeline.Run:
 
 
 def _train(run: pipeline.Run, folder: Path, trainer: DraftTrainer, **options: object) -> int:
-    folder.mkdir(exist_ok=True)
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
-        training = TrainingRun(trainer, stream, folder, contract="c", **options)  # type: ignore[arg-type]
-        training.resume()
-        return training.train()
+        return TrainingRun(trainer, stream, folder, contract="c", **options).train()  # type: ignore[arg-type]
 
 
 def test_a_run_trains_on_every_sample_and_settles_them(run: pipeline.Run, tmp_path: Path) -> None:
@@ -54,41 +55,46 @@ def test_several_samples_make_one_step(run: pipeline.Run, tmp_path: Path) -> Non
     assert run.samples.stats().done == 10
 
 
-def test_nothing_is_acked_before_a_checkpoint_holds_it(run: pipeline.Run, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-
+def _counts(run: pipeline.Run, stats: list[tuple[int, int]]) -> Callable[[StepResult], None]:
     def look(result: StepResult) -> None:
-        seen.append((result.step, run.samples.stats().done))
+        now = run.samples.stats()
+        stats.append((now.tentative, now.done))
 
-    _train(run, tmp_path, _trainer(), checkpoint_every=4, on_step=look)
-    assert [done for _, done in seen] == [0] * 4 + [4] * 4 + [8] * 2
-
-
-def test_a_run_that_crashed_goes_on_from_its_checkpoint_and_loses_nothing(run: pipeline.Run, tmp_path: Path) -> None:
-    class Crash(Exception):
-        pass
-
-    def crash(result: StepResult) -> None:
-        if result.step == 6:
-            raise Crash
-
-    trained: list[int] = []
-    with pytest.raises(Crash):
-        _train(run, tmp_path, _trainer(), checkpoint_every=4, on_step=crash)
-    assert run.samples.stats().done == 4
-    again = _trainer()
-    _train(run, tmp_path, again, checkpoint_every=4, on_step=lambda result: trained.append(result.step))
-    assert trained == [5, 6, 7, 8, 9, 10]
-    straight = _trainer()
-    other = pipeline.Run(clock=pipeline.TurnableClock())
-    other.feed(*(pipeline.prompt(index) for index in range(10)))
-    other.produce()
-    _train(other, tmp_path / "straight", straight, checkpoint_every=4)
-    for name, tensor in straight.draft.state_dict().items():
-        assert torch.equal(tensor, again.draft.state_dict()[name]), name
+    return look
 
 
-def test_a_stop_saves_and_acknowledges_what_was_trained(run: pipeline.Run, tmp_path: Path) -> None:
+def test_only_what_the_oldest_kept_checkpoint_holds_is_settled(run: pipeline.Run, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    _train(run, tmp_path, _trainer(), checkpoint_every=2, keep_checkpoints=2, on_step=_counts(run, seen))
+    # Checkpoints 2; 2 and 4; 4 and 6; 6 and 8: the older one of each is committed.
+    assert seen == [(1, 0), (2, 0), (1, 2), (2, 2), (3, 2), (4, 2), (3, 4), (4, 4), (3, 6), (4, 6)]
+    assert run.samples.stats().committed_step == 10
+    assert list(run.store.scan()) == []
+
+
+def test_a_drained_queue_gets_its_newest_checkpoint_committed(run: pipeline.Run, tmp_path: Path) -> None:
+    _train(run, tmp_path, _trainer(), checkpoint_every=4, keep_checkpoints=3)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-000000004.safetensors",
+        "step-000000008.safetensors",
+        "step-000000010.safetensors",
+    ]
+    assert (run.samples.stats().committed_step, run.samples.stats().done) == (10, 10)
+
+
+def test_a_stop_saves_what_was_trained_and_leaves_earlier_checkpoints_usable(run: pipeline.Run, tmp_path: Path) -> None:
+    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
+        stop = {"on_step": lambda result: stream.stop() if result.step == 5 else None}
+        assert TrainingRun(_trainer(), stream, tmp_path, contract="c", checkpoint_every=3, **stop).train() == 5
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-000000003.safetensors",
+        "step-000000005.safetensors",
+    ]
+    stats = run.samples.stats()
+    assert (stats.committed_step, stats.done, stats.tentative, stats.ready) == (3, 3, 2, 5)
+
+
+def test_a_stop_before_the_first_checkpoint_settles_what_was_trained(run: pipeline.Run, tmp_path: Path) -> None:
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
         training = TrainingRun(
             _trainer(),
@@ -103,12 +109,98 @@ def test_a_stop_saves_and_acknowledges_what_was_trained(run: pipeline.Run, tmp_p
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000000003.safetensors"]
 
 
-def test_a_checkpoint_of_another_contract_is_refused(run: pipeline.Run, tmp_path: Path) -> None:
-    _train(run, tmp_path, _trainer())
+def _open_run(num_samples: int) -> pipeline.Run:
+    """A run whose prompts stay open: more may come."""
+    made = pipeline.Run(clock=pipeline.TurnableClock())
+    made.feed(*(pipeline.prompt(index) for index in range(num_samples)), close=False)
+    stop = threading.Event()
+    made.target.before = lambda ids: stop.set() if ids[0, 0] == num_samples else None
+    made.worker().run(stop)
+    return made
+
+
+def test_a_stop_while_it_waits_leaves_earlier_checkpoints_usable(tmp_path: Path) -> None:
+    run = _open_run(4)
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
-        training = TrainingRun(_trainer(), stream, tmp_path, contract="other")
-        with pytest.raises(ContractMismatch, match=r"wanted other, got c"):
-            training.resume()
+
+        def stop_soon(result: StepResult) -> None:
+            if result.step == 4:
+                threading.Timer(0.3, stream.stop).start()
+
+        training = TrainingRun(_trainer(), stream, tmp_path, contract="c", checkpoint_every=2, on_step=stop_soon)
+        assert training.train() == 4
+    assert (run.samples.stats().committed_step, run.samples.stats().tentative) == (2, 2)
+
+
+def test_a_queue_without_room_gets_a_checkpoint_and_its_commit_at_once(tmp_path: Path) -> None:
+    run = _open_run(4)
+    run.samples.configure(QueueLimits(high_count=4, low_count=2))
+    counts: list[tuple[int, int]] = []
+    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
+
+        def go_on() -> None:
+            assert run.samples.wait_for_room(100)
+            run.samples.close()
+
+        waiter = threading.Thread(target=go_on)
+        waiter.start()
+        training = TrainingRun(_trainer(), stream, tmp_path, contract="c", on_step=_counts(run, counts))
+        assert training.train() == 4
+        waiter.join(10)
+    assert counts == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert stream.stats.wait_s < 100
+
+
+def test_a_store_without_space_gets_it_from_a_trainer_that_holds_tentative_acks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "_IDLE_S", 0.1)
+    one = pipeline.Run()
+    one.feed(pipeline.prompt(0))
+    one.produce()
+    (shard,) = one.store.scan()
+    store = MemoryStore(capacity_bytes=3 * shard.num_bytes)
+    run = pipeline.Run(clock=pipeline.TurnableClock(), store=store)
+    run.feed(*(pipeline.prompt(index) for index in range(9)))
+    worker = run.worker(clock=ManualClock())
+    producer = threading.Thread(target=worker.run, args=(threading.Event(),))
+    producer.start()
+    try:
+        assert _train(run, tmp_path, _trainer(), checkpoint_every=1000) == 9
+    finally:
+        producer.join(30)
+    assert worker.stats.paused_s > 0  # it did find the store full
+    assert (run.samples.stats().done, list(store.scan())) == (9, [])
+
+
+def test_the_history_counts_what_came_again_and_what_was_stale(run: pipeline.Run, tmp_path: Path) -> None:
+    lease = run.samples.lease(2, visibility_timeout_s=60, consumer="dies")
+    assert isinstance(lease, Lease)
+    run.clock.advance(61)
+    plain = run.samples.ack
+
+    def ack(token: int, ids: list[str], *, step: int | None = None, session: int = 0) -> AckResult:
+        lost = step == 3  # as after a pause: somebody else has it now
+        return AckResult((), tuple(ids)) if lost else plain(token, ids, step=step, session=session)
+
+    run.samples.ack = ack  # type: ignore[method-assign,assignment]
+    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
+        stop = {"on_step": lambda result: stream.stop() if result.step == 4 else None}
+        TrainingRun(_trainer(), stream, tmp_path, contract="c", **stop).train()
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["redelivered"] for row in rows] == [1, 2, 2, 2]
+    assert [row["stale"] for row in rows] == [0, 0, 1, 1]
+
+
+def test_a_trainer_ends_when_its_successor_has_restored_the_queue(run: pipeline.Run, tmp_path: Path) -> None:
+    def restore(result: StepResult) -> None:
+        if result.step == 3:
+            run.samples.restore(0)
+
+    with pytest.raises(StaleLease, match="session is over"):
+        _train(run, tmp_path, _trainer(), checkpoint_every=4, on_step=restore)
+    assert (run.samples.stats().ready, run.samples.stats().done) == (10, 0)
 
 
 def _hold(folder: Path, ready: "multiprocessing.synchronize.Event", end: "multiprocessing.synchronize.Event") -> None:

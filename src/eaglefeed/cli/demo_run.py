@@ -76,6 +76,7 @@ class DemoRun:
     ) -> None:
         self._settings, self._display, self._processes = settings, display, processes
         self._queues, self._store, self._inputs = queues, store, inputs
+        self._came_back = 0
 
     def play(self) -> list[Eagle3TargetBatch]:
         """Run to the end; returns some streamed batches, to compare with colocated ones."""
@@ -102,7 +103,7 @@ class DemoRun:
             "acked": samples.done,
             "lost": fed - samples.done - samples.dead - prompts.dead,
             "dead": samples.dead + prompts.dead,
-            "redelivered": samples.redelivered,
+            "redelivered": samples.redelivered + self._came_back,
             "loss_first": _mean(losses[:_AVERAGED]),
             "loss_last": _mean(losses[-_AVERAGED:]),
         }
@@ -121,10 +122,11 @@ class DemoRun:
         self._processes.kill(trainer)
         leased = self._queues.samples.stats().leased
         self._display.event(f"killed the trainer (SIGKILL) at step {self._steps()}; it held {leased} leases")
-        before = self._queues.samples.stats().redelivered
+        session = self._queues.samples.stats().session
         trainer = self._processes.start("train")
-        self._wait(lambda: self._queues.samples.stats().redelivered > before)
-        self._display.event("its leases ran out and came back to the trainer that was started instead")
+        self._wait(lambda: self._queues.samples.stats().session > session)
+        self._came_back += leased
+        self._display.event("the trainer that was started instead went back to its checkpoint, and got them again")
         return trainer
 
     def _wait(self, done: Callable[[], bool]) -> None:

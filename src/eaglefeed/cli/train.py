@@ -1,6 +1,7 @@
 """`eaglefeed train`: the reference trainer on a stream."""
 
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_trainer", "train"]
 
+_LEASE_BATCH = 4
+
 
 def train(
     ctx: typer.Context,
@@ -50,22 +53,30 @@ def train(
     )
     import torch
 
+    from eaglefeed.consumer.resume import resume
     from eaglefeed.consumer.run import TrainingRun, only_trainer_of, wait_for_run
 
     if settings.train.num_threads:
         torch.set_num_threads(settings.train.num_threads)
     stop = threading.Event()
-    with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
+    with (
+        opened_store(settings) as shards,
+        open_queues(settings, group=settings.train.group) as queues,
+        stop_on_signals(stop.set),
+    ):
         assets = wait_for_run(shards, timeout_s=settings.train.start_timeout_s, stop=stop)
         if assets is None:
             emit(as_json, {"steps": 0, "drained": False}, ["stopped before the run had its first sample"])
             return
         trainer = build_trainer(settings, assets)
-        with (
-            only_trainer_of(settings.train_output),
-            _stream(settings, queues, shards, assets.contract.id) as stream,
-            stop_on_signals(stream.stop),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(only_trainer_of(settings.train_output))
+            _check_room(settings, queues)
+            session = resume(settings.train_output, trainer, queues.samples, contract=assets.contract.id)
+            stream = stack.enter_context(_stream(settings, queues, shards, assets.contract.id, session))
+            stack.enter_context(stop_on_signals(stream.stop))
+            if stop.is_set():
+                stream.stop()
             training = TrainingRun(
                 trainer,
                 stream,
@@ -76,7 +87,6 @@ def train(
                 keep_checkpoints=settings.train.keep_checkpoints,
                 on_step=_say_step,
             )
-            training.resume()
             steps = training.train()
             drained = queues.samples.stats().drained
     document: dict[str, Any] = asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
@@ -135,18 +145,34 @@ def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
     return torch.ones(assets.contract.vocab_size, dtype=torch.bool)
 
 
-def _stream(settings: Settings, queues: RunQueues, store: "FeatureStore", contract: str) -> "SampleStream":
+def _check_room(settings: Settings, queues: RunQueues) -> None:
+    from eaglefeed.consumer.room import check_room
+
+    check_room(
+        queues.samples,
+        consumer=worker_name(),
+        lease_batch=_LEASE_BATCH,
+        prefetch=settings.train.prefetch,
+        samples_per_step=settings.train.samples_per_step,
+    )
+
+
+def _stream(
+    settings: Settings, queues: RunQueues, store: "FeatureStore", contract: str, session: int
+) -> "SampleStream":
     from eaglefeed.consumer.stream import SampleStream
 
     return SampleStream(
         queues.samples,
         store,
         consumer=worker_name(),
+        session=session,
         contract=contract,
         prompts=queues.prompts,
         visibility_timeout_s=settings.queue.visibility_timeout_s,
         stall_timeout_s=settings.queue.stall_timeout_s,
         max_lease_age_s=settings.queue.max_lease_age_s,
+        lease_batch=_LEASE_BATCH,
         prefetch=settings.train.prefetch,
         max_attempts=settings.queue.max_deliveries,
         fail_without_producers=settings.train.no_producers == "fail",

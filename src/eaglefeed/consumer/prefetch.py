@@ -1,112 +1,32 @@
-"""What happens ahead of the training loop: leasing refs, materializing them, and keeping their leases alive."""
+"""What happens ahead of the training loop: leasing refs, and materializing them into a bounded buffer."""
 
 import queue
-import random
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from eaglefeed.clock import Clock
+from eaglefeed.consumer.holdings import Holdings, Sample, StreamStats, bear_outage
 from eaglefeed.errors import ContractMismatch, EaglefeedError, NoProducers, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
-from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.eagle3 import validate_eagle3_ref
-from eaglefeed.schema.refs import SampleRef, decode_ref
+from eaglefeed.schema.refs import decode_ref
 from eaglefeed.schema.values import validate_eagle3_tensors
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["End", "Holdings", "Prefetcher", "Sample", "StreamStats", "bear_outage"]
+__all__ = ["End", "Prefetcher"]
 
 _WAIT_S = 0.5
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
-
-T = TypeVar("T")
+_DUE_PAUSE_S = 0.1
 
 log = get_logger(__name__)
-
-
-@dataclass
-class StreamStats:
-    """What became of every sample that a stream leased."""
-
-    delivered: int = 0
-    redelivered: int = 0
-    acked: int = 0
-    stale: int = 0
-    dead: int = 0
-    retried: int = 0
-    returned: int = 0
-    wait_s: float = 0.0
-
-
-class Sample(NamedTuple):
-    """A materialized sample and the lease it is held by."""
-
-    token: int
-    ref: SampleRef
-    batch: Eagle3TargetBatch
-    delivery_count: int
 
 
 class End(NamedTuple):
     """Nothing more will come: the queue is drained, or this error stopped it."""
 
     error: EaglefeedError | None
-
-
-def bear_outage(call: Callable[[], T], *, outage_s: float, stop: threading.Event, clock: Clock) -> T:
-    """Call until the queue answers, with a jittered backoff, for at most `outage_s`.
-
-    Raises:
-        QueueUnavailable: it did not answer in that time, or `stop` was set meanwhile.
-    """
-    deadline_s = clock.monotonic() + outage_s
-    backoff_s = _FIRST_BACKOFF_S
-    while True:
-        try:
-            return call()
-        except QueueUnavailable as error:
-            if clock.monotonic() > deadline_s or stop.is_set():
-                raise
-            log.warning("queue_unavailable", reason=str(error))
-        clock.sleep(random.uniform(0, backoff_s))  # noqa: S311  jitter, not a secret
-        backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-
-
-class Holdings:
-    """The ids that this process holds, by lease; a lease is renewed as long as it holds one."""
-
-    def __init__(self, renewer: LeaseRenewer) -> None:
-        self._renewer = renewer
-        self._ids: dict[int, set[str]] = defaultdict(set)
-        self._lock = threading.Lock()
-
-    def add(self, token: int, ids: Iterable[str]) -> None:
-        """Hold these items of a lease from now on."""
-        with self._lock:
-            self._ids[token].update(ids)
-            self._renewer.add(token)
-
-    def settle(self, token: int, ids: Iterable[str]) -> None:
-        """These are no longer held."""
-        with self._lock:
-            self._ids[token].difference_update(ids)
-            if not self._ids[token]:
-                del self._ids[token]
-                self._renewer.forget(token)
-
-    def drain(self) -> dict[int, list[str]]:
-        """Stop holding anything; returns what was held."""
-        with self._lock:
-            held = {token: sorted(ids) for token, ids in self._ids.items()}
-            self._ids.clear()
-            for token in held:
-                self._renewer.forget(token)
-        return held
 
 
 class Prefetcher:
@@ -118,6 +38,7 @@ class Prefetcher:
         store: FeatureStore,
         *,
         consumer: str,
+        session: int,
         contract: str,
         prompts: LeaseQueue | None,
         holdings: Holdings,
@@ -131,8 +52,9 @@ class Prefetcher:
         outage_s: float,
         clock: Clock,
     ) -> None:
+        self.commit_due = threading.Event()
         self._samples, self._store, self._consumer, self._contract = samples, store, consumer, contract
-        self._prompts, self._holdings, self._stats = prompts, holdings, stats
+        self._session, self._prompts, self._holdings, self._stats = session, prompts, holdings, stats
         self._timeout_s, self._lease_batch, self._outage_s = visibility_timeout_s, lease_batch, outage_s
         self._max_attempts = max_attempts
         self._fail_without_producers, self._grace_s, self._clock = fail_without_producers, producer_grace_s, clock
@@ -188,17 +110,26 @@ class Prefetcher:
                 if sample := self._materialize(lease.token, item):
                     self._offer(sample)
             return True
-        self._look_for_producers()
+        if lease is DrainState.COMMIT_DUE:
+            self.commit_due.set()
+            # The queue answers this at once, and another trainer's acks may keep it so beyond our commit.
+            self._stop.wait(_DUE_PAUSE_S)
+        else:
+            self._look_for_producers()
         return lease is not DrainState.DRAINED
 
     def _ask(self) -> Lease | DrainState:
         def lease() -> Lease | NoLease:
             self._samples.beat("trainer", self._consumer)
             return self._samples.lease(
-                self._lease_batch, visibility_timeout_s=self._timeout_s, consumer=self._consumer, wait_s=_WAIT_S
+                self._lease_batch,
+                visibility_timeout_s=self._timeout_s,
+                consumer=self._consumer,
+                wait_s=_WAIT_S,
+                session=self._session,
             )
 
-        # A lease whose reply was lost just runs out.
+        # A lease whose reply was lost for longer than the client repeats its calls just runs out.
         answer = bear_outage(lease, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
         return answer if isinstance(answer, Lease) else answer.state
 

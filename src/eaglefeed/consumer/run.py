@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.consumer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
 from eaglefeed.consumer.files import translated
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 from eaglefeed.errors import ConfigError, SampleMissing, TargetUnavailable
 from eaglefeed.logs import get_logger
+from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, RunContract
 from eaglefeed.storage.base import FeatureStore
 
 __all__ = ["RunAssets", "TrainingRun", "load_run_assets", "only_trainer_of", "wait_for_run"]
 
 _POLL_S = 0.5
-_IDLE_S = 2.0
+_IDLE_S = 5.0
 
 log = get_logger(__name__)
 
@@ -100,14 +101,15 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
 
 
 class TrainingRun:
-    """Trains on a stream, and acknowledges samples only once a checkpoint holds what they taught.
+    """Trains on a stream, exactly once relative to its checkpoints.
 
-    A run that is started again goes on from its newest checkpoint; what was taken after it comes again, since it was
-    never acknowledged.
+    Each step acknowledges its samples with its number, and only what the oldest kept checkpoint holds is settled for
+    good. After a crash at any point, `resume` and a new TrainingRun go on as if there had been none. When the queue
+    waits for a commit, as at its end, the newest checkpoint is written and committed.
 
     Args:
         trainer: the draft and its optimizer.
-        stream: where batches come from.
+        stream: where batches come from, in the session of `resume`.
         folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`.
         contract: id of the run's contract.
         samples_per_step: batches an optimizer step.
@@ -131,43 +133,43 @@ class TrainingRun:
         self._trainer, self._stream, self._folder, self._contract = trainer, stream, folder, contract
         self._samples_per_step, self._every, self._keep = samples_per_step, checkpoint_every, keep_checkpoints
         self._on_step = on_step
-
-    def resume(self) -> int:
-        """Take over the newest checkpoint, if there is one; returns the step it is at."""
-        checkpoints = list_checkpoints(self._folder)
-        if not checkpoints:
-            return 0
-        step = load_checkpoint(checkpoints[-1], self._trainer, contract=self._contract)
-        log.info("resumed", step=step, checkpoint=str(checkpoints[-1]))
-        return step
+        self._unsaved = 0
 
     def train(self) -> int:
         """Train until the stream ends; returns the number of steps that this call made.
 
         Raises:
             SampleCorrupt: a loss that is not finite; names the samples.
+            StaleLease: another trainer has restored the queue.
         """
-        steps = unsaved = 0
+        steps = 0
         with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
             while not self._stream.ended:
-                batches = self._stream.take(self._samples_per_step, wait_s=_IDLE_S)
-                if batches:
-                    result = self._trainer.step(batches)
-                    steps, unsaved = steps + 1, unsaved + 1
-                    history.write(json.dumps(self._row(result, len(batches))) + "\n")
-                    history.flush()
-                    self._on_step(result)
-                # Nothing came: the queue may be waiting for these very acknowledgements to be drained or to have room.
-                if unsaved and (not batches or unsaved >= self._every):
-                    self._settle()
-                    unsaved = 0
-        if unsaved:
-            self._settle()
+                if batches := self._stream.take(self._samples_per_step, wait_s=_IDLE_S):
+                    self._step(batches, history)
+                    steps += 1
+                # Nothing came: the queue has no room, or the store has none and producers wait for ours to go.
+                if not self._stream.ended and (not batches or self._unsaved >= self._every):
+                    self._settle(newest=not batches)
+        self._settle(newest=self._stream.drained)
         return steps
 
-    def _settle(self) -> None:
-        save_checkpoint(self._folder, self._trainer, contract=self._contract, keep=self._keep)
-        self._stream.ack()
+    def _step(self, batches: list[Eagle3TargetBatch], history: TextIO) -> None:
+        result = self._trainer.step(batches)
+        self._unsaved += 1
+        self._stream.ack(result.step)
+        history.write(json.dumps(self._row(result, len(batches))) + "\n")
+        history.flush()
+        self._on_step(result)
+
+    def _settle(self, *, newest: bool) -> None:
+        """Write what no checkpoint holds yet, and commit: earlier checkpoints stay usable unless the queue waits."""
+        if self._unsaved:
+            seen = self._stream.state_dict()["seen"]
+            save_checkpoint(self._folder, self._trainer, contract=self._contract, seen=seen, keep=self._keep)
+            self._unsaved = 0
+        kept = [step_of(path) for path in list_checkpoints(self._folder)]
+        self._stream.commit(self._trainer.step_count if newest or not kept else kept[0])
 
     def _row(self, result: StepResult, num_samples: int) -> dict[str, Any]:
         stats = self._stream.stats

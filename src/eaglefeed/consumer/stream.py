@@ -1,21 +1,22 @@
 """SampleStream: leases in, Eagle3TargetBatches out, acknowledged after they were trained on."""
 
 import contextlib
+import math
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from types import TracebackType
 
 import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.consumer.prefetch import End, Holdings, Prefetcher, Sample, StreamStats, bear_outage
-from eaglefeed.errors import QueueUnavailable
+from eaglefeed.consumer.holdings import Holdings, Sample, StreamStats
+from eaglefeed.consumer.prefetch import End, Prefetcher
+from eaglefeed.consumer.settling import Settler
+from eaglefeed.errors import QueueUnavailable, StaleLease
 from eaglefeed.logs import get_logger
-from eaglefeed.queue.base import AckResult, LeaseQueue
+from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
-from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage.base import FeatureStore
 
 __all__ = ["SampleStream", "StreamStats"]
@@ -34,19 +35,29 @@ class SampleStream:
         for batch in stream:
             train_on(batch)
 
-    `take` never acknowledges by itself: call `ack` when what was taken is safe, at the latest when nothing more comes,
-    since the queue is not drained while you hold its last samples.
+    `take` never acknowledges by itself. A loop with checkpoints acknowledges with its step, and commits the step of the
+    oldest checkpoint that it keeps. Started again, it restores the queue to its checkpoint, and sees every sample that
+    the checkpoint has not seen, once:
 
-        while batches := stream.take(8):
-            train_on(batches)
-            stream.ack()
+        session = samples.restore(step, seen=seen)
+        with SampleStream(samples, store, consumer="t", session=session) as stream:
+            while not stream.ended:
+                if batches := stream.take(8):
+                    step = train_on(batches)
+                    stream.ack(step)
+                if stream.ended or stream.commit_due or step % 100 == 0:
+                    save(step, stream.state_dict()["seen"])
+                    stream.commit(step)
 
-    What was not acknowledged when the stream is closed goes back to the queue; after a crash its lease runs out.
+    What was not acknowledged when the stream is closed goes back to the queue; after a crash its lease runs out, or the
+    next `restore` ends it. When another trainer has restored the queue, `take`, `ack` and `commit` raise StaleLease:
+    this one must stop.
 
     Args:
         samples: the queue of refs.
         store: where their tensors lie.
         consumer: this trainer's name, unique in the run.
+        session: what `samples.restore` returned; 0 for a queue that nobody ever restored.
         contract: id of the run's contract; samples of another are dead letters. "" takes any.
         prompts: the run's prompts queue, to tell slow producers from dead ones; None never does.
         visibility_timeout_s: how long a lease lasts without a renewal.
@@ -55,7 +66,7 @@ class SampleStream:
         lease_batch: samples a lease.
         prefetch: samples that are materialized ahead.
         max_attempts: deliveries after which a sample that cannot be read is a dead letter.
-        retain: keep a shard after its acknowledgement.
+        retain: keep shards after their samples are released.
         fail_without_producers: raise NoProducers when prompts remain and no producer lived for `producer_grace_s`.
         producer_grace_s: that time; a warning comes after it in any case.
         outage_s: how long the queue may be out of reach before QueueUnavailable is raised.
@@ -69,6 +80,7 @@ class SampleStream:
         store: FeatureStore,
         *,
         consumer: str,
+        session: int = 0,
         contract: str = "",
         prompts: LeaseQueue | None = None,
         visibility_timeout_s: float = 60.0,
@@ -85,8 +97,9 @@ class SampleStream:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.stats = StreamStats()
-        self._samples, self._store, self._consumer, self._retain = samples, store, consumer, retain
-        self._device, self._outage_s, self._clock = device, outage_s, clock
+        self._samples, self._consumer, self._device, self._clock = samples, consumer, device, clock
+        self._end: End | None = None
+        self._stop = threading.Event()
         self._renewer = LeaseRenewer(
             samples,
             visibility_timeout_s=visibility_timeout_s,
@@ -94,15 +107,25 @@ class SampleStream:
             max_lease_age_s=max_lease_age_s,
             on_renewed=lambda: samples.beat("trainer", consumer),
         )
-        self._renewer.start()
         self._holdings = Holdings(self._renewer)
-        self._unacked: list[Sample] = []
-        self._end: End | None = None
-        self._stop = threading.Event()
+        self._settler = Settler(
+            samples,
+            store,
+            holdings=self._holdings,
+            stats=self.stats,
+            session=session,
+            retain=retain,
+            outage_s=outage_s,
+            stop=self._stop,
+            clock=clock,
+        )
+        self._settler.delete_released()  # what an earlier trainer had committed when it died
+        self._renewer.start()
         self._prefetcher = Prefetcher(
             samples,
             store,
             consumer=consumer,
+            session=session,
             contract=contract,
             prompts=prompts,
             holdings=self._holdings,
@@ -118,9 +141,9 @@ class SampleStream:
         )
 
     def __iter__(self) -> Iterator[Eagle3TargetBatch]:
-        """Yield batches until the queue is drained; each is acknowledged when the next one is asked for."""
-        while batches := self.take(1):
-            yield batches[0]
+        """Yield batches until the queue is drained; each is settled for good when the next one is asked for."""
+        while sample := self._next(None, heed_commit=False):
+            yield self._deliver(sample)
             self.ack()
 
     @property
@@ -128,39 +151,76 @@ class SampleStream:
         """Whether nothing more will come: the queue is drained, or the stream was stopped."""
         return self._end is not None or self._stop.is_set()
 
+    @property
+    def drained(self) -> bool:
+        """Whether the queue had nothing more to lease."""
+        return self._end is not None and self._end.error is None
+
+    @property
+    def commit_due(self) -> bool:
+        """Whether the queue has no room and waits for a commit; until then, `take` waits for nothing."""
+        return self._prefetcher.commit_due.is_set()
+
     def take(self, n: int, *, wait_s: float | None = None, linger_s: float = 5.0) -> list[Eagle3TargetBatch]:
-        """Up to `n` batches; empty at the end of the stream, or when none came in `wait_s`.
+        """Up to `n` batches; none at the end of the stream, when a commit is due, or when none came in `wait_s`.
 
         Args:
             n: most batches to take.
-            wait_s: how long to wait for the first; None waits for the end of the stream.
+            wait_s: how long to wait for the first; None waits for the end of the stream or a commit that is due.
             linger_s: how long to wait for each other.
 
         Raises:
             NoProducers: prompts remain and no producer lives, if the stream was told to fail then.
+            StaleLease: another trainer has restored the queue.
             QueueUnavailable: the server was away for longer than `outage_s`.
         """
         taken: list[Eagle3TargetBatch] = []
         while len(taken) < n and (sample := self._next(linger_s if taken else wait_s)):
-            self.stats.delivered += 1
-            self.stats.redelivered += sample.delivery_count > 1
-            self._unacked.append(sample)
-            taken.append(sample.batch.to(self._device))
+            taken.append(self._deliver(sample))
         return taken
 
-    def ack(self) -> int:
-        """Settle all that was taken, and delete its shards unless they are retained; returns how many it settled.
+    def ack(self, step: int | None = None) -> int:
+        """Acknowledge all that was taken; returns how many samples the queue took it for.
 
-        A sample whose lease was lost meanwhile is not settled: its next holder has it. It is counted and logged.
+        A sample whose lease was lost meanwhile is not among them: its next holder has it. It is counted and logged.
 
-        An outage of the queue is borne for `outage_s`. Where only a reply was lost in it, what that call settled counts
-        as stale, and its shards stay.
+        An outage of the queue is borne for `outage_s`. Where it lasted longer than the queue's client repeats a call,
+        and only the reply was lost in it, the repeated call finds its samples stale: they are settled all the same.
+
+        Args:
+            step: the training step that learned them, until whose `commit` they may come again. None settles them for
+                good, and deletes the shards of those that no other group needs, unless they are retained.
 
         Raises:
+            StaleLease: another trainer has restored the queue.
             QueueUnavailable: the outage is longer; what was not settled can be acknowledged again.
         """
         self._renewer.progress()
-        return sum(self._ack_lease(token, refs) for token, refs in self._taken_by_lease().items())
+        with self._in_session():
+            count = self._settler.ack(step)
+        if step is None and count:
+            self._settler.delete_released()
+        return count
+
+    def commit(self, step: int) -> int:
+        """Settle what was acknowledged at `step` or before, and delete its shards; returns how many samples.
+
+        Commit the step of the oldest checkpoint that you keep: none before it can be restored any more.
+
+        Raises:
+            StaleLease: another trainer has restored the queue.
+            QueueUnavailable: the outage is longer than `outage_s`. Safe to repeat.
+        """
+        self._renewer.progress()
+        with self._in_session():
+            count = self._settler.commit(step)
+        self._prefetcher.commit_due.clear()
+        self._settler.delete_released()
+        return count
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What a checkpoint keeps for `restore`: `seen`, the ids acknowledged with a step since the last commit."""
+        return {"seen": self._settler.seen()}
 
     def stop(self) -> None:
         """Make `take` return at once, with nothing from then on. Safe in a signal handler."""
@@ -170,7 +230,6 @@ class SampleStream:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
         self._prefetcher.stop(_JOIN_S)
-        self._unacked.clear()
         # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
         for token, ids in sorted(self._holdings.drain().items(), reverse=True):
             try:
@@ -189,20 +248,23 @@ class SampleStream:
     ) -> None:
         self.close()
 
-    def _next(self, timeout_s: float | None) -> Sample | None:
+    def _next(self, timeout_s: float | None, *, heed_commit: bool = True) -> Sample | None:
         self._renewer.progress()
-        started_s = self._clock.monotonic()
+        started_s, left_s = self._clock.monotonic(), math.inf if timeout_s is None else timeout_s
         try:
             while not self.ended:
-                entry = self._prefetcher.get(_POLL_S if timeout_s is None else timeout_s)
+                is_due = heed_commit and self.commit_due
+                wait_s = 0.0 if is_due else min(left_s, _POLL_S)
+                entry = self._prefetcher.get(wait_s)
                 if isinstance(entry, Sample):
                     if not self._renewer.is_lost(entry.token):
                         return entry
                     self._drop(entry)
                 elif isinstance(entry, End):
                     self._end = entry
-                elif timeout_s is not None:
+                elif is_due or left_s <= wait_s:
                     return None
+                left_s -= wait_s
                 self._renewer.progress()
         finally:
             self.stats.wait_s += self._clock.monotonic() - started_s
@@ -210,34 +272,23 @@ class SampleStream:
             raise self._end.error
         return None
 
+    def _deliver(self, sample: Sample) -> Eagle3TargetBatch:
+        self.stats.delivered += 1
+        self.stats.redelivered += sample.delivery_count > 1
+        self._settler.add(sample)
+        return sample.batch.to(self._device)
+
     def _drop(self, sample: Sample) -> None:
         """Its lease was lost before it was trained on: the next holder trains on it."""
         self.stats.stale += 1
         self._holdings.settle(sample.token, [sample.ref.sample_id])
         log.warning("lease_lost", lease=sample.token, sample_id=sample.ref.sample_id)
 
-    def _taken_by_lease(self) -> dict[int, dict[str, SampleRef]]:
-        taken: dict[int, dict[str, SampleRef]] = defaultdict(dict)
-        for sample in self._unacked:
-            taken[sample.token][sample.ref.sample_id] = sample.ref
-        return taken
-
-    def _ack_lease(self, token: int, refs: dict[str, SampleRef]) -> int:
-        def ack() -> AckResult:
-            self._holdings.settle(token, refs)
-            try:
-                return self._samples.ack(token, list(refs))
-            except QueueUnavailable:
-                self._holdings.add(token, refs)
-                raise
-
-        result = bear_outage(ack, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
-        self._unacked = [sample for sample in self._unacked if sample.token != token]
-        self.stats.acked += len(result.ok)
-        self.stats.stale += len(result.stale)
-        if result.stale:
-            log.warning("ack_refused", lease=token, sample_ids=list(result.stale))
-        if not self._retain:
-            for sample_id in result.ok:
-                self._store.delete(refs[sample_id])
-        return len(result.ok)
+    @contextlib.contextmanager
+    def _in_session(self) -> Iterator[None]:
+        """A newer session ends the stream."""
+        try:
+            yield
+        except StaleLease as error:
+            self._end = End(error)
+            raise

@@ -32,7 +32,7 @@ from eaglefeed.storage.shard import spec_of
 __all__ = ["ProducerStats", "ProducerWorker", "pad_prompt"]
 
 _WAIT_S = 1.0
-_FULL_PAUSE_S = 5.0
+_FULL_PAUSE_S, _RECALL_S = 5.0, 10.0
 
 log = get_logger(__name__)
 
@@ -106,6 +106,7 @@ class ProducerWorker:
         self._max_lease_age_s, self._max_attempts, self._clock = max_lease_age_s, max_attempts, clock
         self._contract: RunContract | None = None
         self._idle = False
+        self._recalled_s = clock.monotonic()
 
     def run(self, stop: threading.Event) -> ProducerStats:
         """Work until the prompts are drained, or `stop` is set: then the item in hand is finished, the rest given back.
@@ -131,6 +132,8 @@ class ProducerWorker:
 
     def _round(self, renewer: LeaseRenewer, stop: threading.Event) -> bool:
         self._prompts.beat("producer", self._name)
+        if self._clock.monotonic() - self._recalled_s >= _RECALL_S:
+            self._recall()
         if not self._has_room():
             return True
         lease = self._prompts.lease(
@@ -144,13 +147,20 @@ class ProducerWorker:
             finally:
                 renewer.forget(lease.token)
             return True
-        if lease.state is DrainState.DRAINED:
+        if lease.state is DrainState.DRAINED and not self._recall():
             self._samples.close()
             return False
         if not self._idle:
             log.info("producer_waits_for_prompts", queue=self._prompts.name)
         self._idle = True
         return True
+
+    def _recall(self) -> int:
+        """Take prompts back whose samples were held by a producer that died."""
+        self._recalled_s = self._clock.monotonic()
+        if count := self._prompts.recall(self._samples):
+            log.warning("prompts_recalled", count=count, queue=self._prompts.name)
+        return count
 
     def _has_room(self) -> bool:
         if self._samples.has_room():
