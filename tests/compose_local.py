@@ -52,14 +52,19 @@ class LocalRun:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        targets = {target_of(volume) for service in SERVICES.values() for volume in service["volumes"]}
+        volumes = [volume for service in SERVICES.values() for volume in service["volumes"]]
+        targets = [target_of(volume) for volume in volumes]
         self.paths = {target: str(folder / target.lstrip("/")) for target in (*targets, "/run/secrets")}
-        self._make_places()
+        self._make_places(volumes)
 
-    def _make_places(self) -> None:
-        for path in self.paths.values():
-            if not path.endswith(".jsonl"):
-                Path(path).mkdir(parents=True)
+    def _make_places(self, volumes: list[str | dict[str, Any]]) -> None:
+        Path(self.paths["/run/secrets"]).mkdir(parents=True)
+        for volume in volumes:
+            place = Path(self.paths[target_of(volume)])
+            if isinstance(volume, str):
+                place.mkdir(exist_ok=True)
+            elif not volume["source"].startswith("$"):
+                shutil.copy(ROOT / volume["source"], place)
         self.secret.write_text(self.password + "\n", encoding="ascii")
         (self.folder / "bin").mkdir()
         self._wrap("eaglefeed", f'"{sys.executable}" -m eaglefeed')

@@ -6,11 +6,26 @@ variable is EAGLEFEED_SECTION__FIELD; the queue's address is EAGLEFEED_REDIS_URL
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
 
 from eaglefeed.errors import ConfigError
 
@@ -30,10 +45,22 @@ __all__ = [
 PREFIX = "EAGLEFEED_"
 
 
-def _aux_layer_ids(value: object) -> object:
-    """Accept [1, 14, 26] and its spellings "1,14,26" and "[1, 14, 26]"."""
-    parts = value.strip("[]").split(",") if isinstance(value, str) else value
-    return tuple(int(part) for part in parts) if isinstance(parts, list | tuple) else parts
+def _words(value: object) -> object:
+    """Accept the list [a, b] and its spellings "a,b" and "[a, b]"."""
+    parts = value.strip("[] ").split(",") if isinstance(value, str) else value
+    return tuple(str(part).strip(" '\"") for part in parts) if isinstance(parts, list | tuple) else parts
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) != len(names):
+        raise ValueError("a name is listed twice")
+    return names
+
+
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Groups = Annotated[
+    tuple[GroupName, ...], Field(min_length=1), NoDecode, BeforeValidator(_words), AfterValidator(_distinct)
+]
 
 
 class _Section(BaseModel):
@@ -48,7 +75,7 @@ class RunSection(_Section):
 
 
 class QueueSection(_Section):
-    """The lease queue."""
+    """The lease queue. A low mark that is not given is 1/2 (count) or 3/4 (bytes) of its high mark."""
 
     visibility_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     stall_timeout_s: Annotated[float, Field(gt=0)] = 600.0
@@ -56,10 +83,22 @@ class QueueSection(_Section):
     max_deliveries: Annotated[int, Field(gt=0)] = 5
     max_depth: Annotated[int, Field(gt=0)] = 1_000_000
     high_count: Annotated[int, Field(gt=0)] = 100_000
-    low_count: Annotated[int, Field(ge=0)] = 50_000
+    low_count: int = Field(ge=0, default_factory=lambda data: data.get("high_count", 0) // 2)
     high_bytes: Annotated[int, Field(gt=0)] = 64 * 2**30
-    low_bytes: Annotated[int, Field(ge=0)] = 48 * 2**30
+    low_bytes: int = Field(ge=0, default_factory=lambda data: data.get("high_bytes", 0) * 3 // 4)
+    groups: Groups = ("main",)
     password_file: Path | None = None
+    password: Annotated[SecretStr | None, Field(min_length=1, exclude=True)] = None
+    tls_ca_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for low, high in (("low_count", "high_count"), ("low_bytes", "high_bytes")):
+            if getattr(self, low) > getattr(self, high):
+                raise ValueError(f"{low} {getattr(self, low)} is above {high} {getattr(self, high)}")
+        if self.password is not None and self.password_file is not None:
+            raise ValueError("both password and password_file are set: keep one of them")
+        return self
 
 
 class StoreSection(_Section):
@@ -74,7 +113,7 @@ class TargetSection(_Section):
     name: str = "SmolLM2-135M-Instruct"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     device: str = "cpu"
-    aux_layer_ids: Annotated[tuple[int, int, int] | None, BeforeValidator(_aux_layer_ids)] = None
+    aux_layer_ids: Annotated[tuple[int, int, int] | None, NoDecode, BeforeValidator(_words)] = None
     cache_dir: Path = Path("~/.cache/eaglefeed")
     num_threads: Annotated[int, Field(ge=0)] = 0
     trust_remote_code: bool = False
@@ -108,6 +147,7 @@ class DraftSection(_Section):
 class TrainSection(_Section):
     """The reference trainer."""
 
+    group: GroupName = "main"
     output: Path | None = None
     lr: Annotated[float, Field(gt=0)] = 5e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -165,15 +205,20 @@ def load_settings(config: Path | None = None, overrides: list[str] | tuple[str, 
         overrides: "section.field=value" (or "redis_url=…"); a value is read as the field's kind, as a variable's is.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown name, a value of the wrong kind; says which and where.
+        ConfigError: a file that cannot be read, an unknown name, a value of the wrong kind; says which and where. Or a
+            password on the command line.
     """
     _refuse_unknown_variables()
+    if any(override.startswith("queue.password=") for override in overrides):
+        fix = f"use queue.password_file, or the variable {PREFIX}QUEUE__PASSWORD"
+        raise ConfigError("the process list would show it", subject="queue.password", fix=fix)
     try:
         return _with_yaml(config)(**_nested(overrides))
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         name = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{fault['msg']}", subject=name, fix="see `eaglefeed COMMAND --help` and README") from None
+        what = fault["msg"].removeprefix("Value error, ")
+        raise ConfigError(what, subject=name, fix="see `eaglefeed COMMAND --help` and README") from None
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError("unreadable settings", subject=str(config or PREFIX + "*"), got=str(error)[:300]) from None
 

@@ -9,7 +9,11 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import Shell, conversation, save_tiny_target, write_rows
+from eaglefeed.cli.feed import check_room, queue_limits
+from eaglefeed.config import load_settings
+from eaglefeed.errors import ConfigError
 from eaglefeed.schema.refs import decode_ref, ref_to_json
+from eaglefeed.storage.base import StoreHealth
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,48 @@ def test_feed_says_what_the_run_takes_on_disk_before_it_queues(shell: Shell, row
     where = [index for index, line in enumerate(lines) if "samples take" in line]
     assert where
     assert where[0] < next(index for index, line in enumerate(lines) if "queued 10" in line)
+
+
+def test_feed_declares_the_groups_and_every_sample_reaches_each(shell: Shell, rows: Path) -> None:
+    assert shell.run("feed", rows, "queue.groups=ema,own").code == 0
+    assert shell.run("produce", "--json").document["produced"] == 10
+    stats = shell.run("queue", "stats", "--json").document
+    assert {name: each["ready"] for name, each in stats["groups"].items()} == {"ema": 10, "own": 10}
+    assert (stats["prompts"]["group"], stats["prompts"]["done"]) == ("main", 10)
+    again = shell.run("feed", rows, "queue.groups=own,ema", "--json")
+    assert again.document["known"] == 10
+    other = shell.run("feed", rows, "queue.groups=own")
+    assert other.code == 2
+    assert "ema" in other.err
+
+
+def test_feed_refuses_room_for_less_than_one_step_and_queues_nothing(shell: Shell, rows: Path) -> None:
+    for words, told in [
+        (["queue.high_bytes=4096"], "queue.high_bytes: room for less than one step, wanted 1 * "),
+        (
+            ["queue.high_bytes=300000", "train.samples_per_step=9"],
+            "queue.high_bytes: room for less than one step, wanted 9 * ",
+        ),
+        (["queue.high_count=3", "train.samples_per_step=4"], "wanted at least train.samples_per_step = 4, got 3"),
+        (["queue.low_bytes=9", "queue.high_bytes=8"], "low_bytes 9 is above high_bytes 8"),
+    ]:
+        ended = shell.run("feed", rows, *words)
+        assert ended.code == 2, words
+        assert told in ended.err
+        assert not Path("runs/default/queue").exists()
+
+
+def test_feed_tells_how_many_bytes_a_step_takes() -> None:
+    settings = load_settings(None, ["train.samples_per_step=3"])
+    small_store = StoreHealth(free_bytes=500, total_bytes=1000)
+    with pytest.raises(ConfigError) as caught:
+        check_room(queue_limits(settings, small_store), settings, 200, small_store)
+    assert str(caught.value) == (
+        "queue.high_bytes: room for less than one step, wanted 3 * 200 B (the largest sample) = 600 B, got 400 B, 80% "
+        "of the 500 B that the store has free; free space in the store, or lower feed.max_length or "
+        "train.samples_per_step"
+    )
+    check_room(queue_limits(settings, small_store), settings, 133, small_store)
 
 
 def test_a_settings_file_and_words_on_the_command_line(shell: Shell, rows: Path) -> None:

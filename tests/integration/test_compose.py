@@ -94,14 +94,26 @@ def test_a_wrong_password_is_one_line_and_exit_code_2(local: LocalRun) -> None:
     assert_nothing_shows_the_password(local)
 
 
+def test_who_is_not_the_queues_user_may_nothing(local: LocalRun) -> None:
+    wait_until_healthy(local, local.start("redis"))
+    local.run("redis", ["/bin/sh", "-c", "redis-cli -p 6379 PING"])
+    assert "NOAUTH" in local.last_output()
+    told = local.run("consumers", ["queue", "stats"], EAGLEFEED_REDIS_URL=f"redis://127.0.0.1:{local.port}/0")
+    assert told == 2, "the password alone is not the user's"
+    local.secret.write_text("not-the-password\n", encoding="ascii")
+    assert local.check() != 0
+    assert_nothing_shows_the_password(local)
+
+
 def test_a_server_that_still_loads_is_not_healthy(local: LocalRun) -> None:
     loading = local.folder / "loading"
     loading.mkdir()
     client = loading / "redis-cli"
-    client.write_text("#!/bin/sh\ncat >/dev/null\necho OK\necho LOADING Redis is loading, not PONG\n")
+    answer = "#!/bin/sh\ncat >/dev/null\nprintf 'OK\\n# Persistence\\r\\nloading:%s\\r\\n'\n"
+    client.write_text(answer.replace("%s", "1"))
     client.chmod(0o755)
     assert local.check(str(loading)) != 0
-    client.write_text("#!/bin/sh\ncat >/dev/null\necho OK\necho PONG\n")
+    client.write_text(answer.replace("%s", "0"))
     assert local.check(str(loading)) == 0, "this test's client is not asked"
 
 
@@ -155,7 +167,7 @@ def test_the_password_is_a_secret_file_and_in_no_environment() -> None:
         assert service["secrets"] == ["redis_password"]
         names = [name for name in service.get("environment", {}) if "PASSWORD" in name or "AUTH" in name]
         assert set(names) <= {"EAGLEFEED_QUEUE__PASSWORD_FILE"}
-        assert "@" not in service.get("environment", {}).get("EAGLEFEED_REDIS_URL", "")
+        assert service.get("environment", {}).get("EAGLEFEED_REDIS_URL") in {None, "redis://eaglefeed@redis:6379/0"}
 
 
 def test_upping_producers_or_consumers_brings_what_they_need() -> None:
@@ -179,7 +191,7 @@ def test_redis_keeps_what_it_is_given() -> None:
     settings = redis["command"][-1].splitlines()
     assert redis["image"] == "redis:8.2-alpine"
     assert {"appendonly yes", "maxmemory-policy noeviction", "dir /data"} <= set(settings)
-    assert redis["volumes"] == ["queue:/data"]
+    assert "queue:/data" in redis["volumes"]
     assert "healthcheck" in redis
 
 

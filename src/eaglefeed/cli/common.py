@@ -18,7 +18,8 @@ from eaglefeed import logs
 from eaglefeed.config import Settings, load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
-from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue
+from eaglefeed.queue.connection import QueueClient
 from eaglefeed.storage.base import FeatureStore, open_store
 
 __all__ = [
@@ -51,10 +52,21 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class RunQueues:
-    """The two queues of a run, and the address they lie at (without a password)."""
+    """The two queues of a run: the prompts, and the samples as one group sees them."""
 
+    client: QueueClient
+    run: str
     prompts: LeaseQueue
     samples: LeaseQueue
+
+    @property
+    def address(self) -> str:
+        """Where they lie, without a password."""
+        return self.client.address
+
+    def named(self, name: str, group: str = MAIN_GROUP) -> LeaseQueue:
+        """Any queue of the run, as any of its groups sees it."""
+        return open_queue(self.client, self.run, name, group)
 
 
 def read_settings(ctx: typer.Context, config: Path | None, **options: object) -> Settings:
@@ -73,11 +85,14 @@ def read_settings(ctx: typer.Context, config: Path | None, **options: object) ->
 
 
 @contextmanager
-def open_queues(settings: Settings, *, max_wait_s: float = 30.0, known: bool = False) -> Iterator[RunQueues]:
+def open_queues(
+    settings: Settings, *, group: str = MAIN_GROUP, max_wait_s: float = 30.0, known: bool = False
+) -> Iterator[RunQueues]:
     """Connect to the run's queues; without an address, find or start the local server of the run's folder.
 
     Args:
         settings: name the run and the address.
+        group: of the samples queue.
         max_wait_s: how long a server that is out of reach is waited for.
         known: the run must be there: a look at a run never makes one.
 
@@ -90,12 +105,25 @@ def open_queues(settings: Settings, *, max_wait_s: float = 30.0, known: bool = F
         raise ConfigError("no such run here", subject=str(settings.run_dir), fix=fix)
     with ExitStack() as stack:
         if settings.redis_url:
-            client = connect(settings.redis_url, password_file=settings.queue.password_file, max_wait_s=max_wait_s)
+            client = _connect(settings, max_wait_s)
         else:
             server = stack.enter_context(EmbeddedServer(folder))
             client = connect(server.url, max_wait_s=max_wait_s)
         stack.callback(client.close)
-        yield RunQueues(open_queue(client, settings.run.id, "prompts"), open_queue(client, settings.run.id, "samples"))
+        run = settings.run.id
+        prompts, samples = open_queue(client, run, "prompts"), open_queue(client, run, "samples", group)
+        yield RunQueues(client, run, prompts, samples)
+
+
+def _connect(settings: Settings, max_wait_s: float) -> QueueClient:
+    queue = settings.queue
+    return connect(
+        settings.redis_url,
+        password=queue.password.get_secret_value() if queue.password else None,
+        password_file=queue.password_file,
+        tls_ca_file=queue.tls_ca_file,
+        max_wait_s=max_wait_s,
+    )
 
 
 @contextmanager

@@ -26,12 +26,12 @@ from eaglefeed.cli.common import (
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
-from eaglefeed.errors import IdConflict, QueueFull
+from eaglefeed.errors import ConfigError, IdConflict, QueueFull
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.storage.base import StoreHealth
 
-__all__ = ["feed", "queue_limits"]
+__all__ = ["check_room", "feed", "queue_limits"]
 
 _CHUNK = 500
 _FULL_WAIT_S = 600.0
@@ -87,14 +87,16 @@ def feed(
     report = ReadReport()
     with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
         estimate = _tokenize(settings, conversations, report, spool)
-        limits = queue_limits(settings, shards.health())
+        health = shards.health()
+        limits = queue_limits(settings, health)
         document, lines = describe_read(report, conversations)
-        lines += _say(estimate, limits, shards.health(), settings.store_uri)
+        lines += _say(estimate, limits, health, settings.store_uri)
         if not as_json:
             emit(False, {}, lines)
+        check_room(limits, settings, estimate.largest_bytes, health)
         with open_queues(settings) as queues:
+            queues.samples.configure(limits, groups=settings.queue.groups)
             queues.prompts.configure(limits)
-            queues.samples.configure(limits)
             fed = _put_all(queues.prompts, spool)
             if not settings.feed.keep_open:
                 queues.prompts.close()
@@ -113,6 +115,42 @@ def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
         high_bytes=min(queue.high_bytes, int(_HIGH_SHARE * health.free_bytes)),
         low_bytes=min(queue.low_bytes, int(_LOW_SHARE * health.free_bytes)),
         max_deliveries=queue.max_deliveries,
+    )
+
+
+def check_room(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> None:
+    """Refuse high marks below one training step: the trainer would wait for samples, and producers for room.
+
+    Args:
+        limits: as `queue_limits` makes them.
+        settings: of the run.
+        largest_bytes: size of its largest sample.
+        health: of its store.
+
+    Raises:
+        ConfigError: they are; says how much a step takes.
+    """
+    step = settings.train.samples_per_step
+    if limits.high_count < step:
+        wanted, fix = f"at least train.samples_per_step = {step}", "raise queue.high_count"
+        what = "room for less than one step"
+        raise ConfigError(what, subject="queue.high_count", wanted=wanted, got=limits.high_count, fix=fix)
+    if limits.high_bytes < step * largest_bytes:
+        raise _too_few_bytes(limits, settings, largest_bytes, health)
+
+
+def _too_few_bytes(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> ConfigError:
+    step = settings.train.samples_per_step
+    got, first = human_bytes(limits.high_bytes), "raise queue.high_bytes"
+    if limits.high_bytes < settings.queue.high_bytes:
+        got += f", {_HIGH_SHARE:.0%} of the {human_bytes(health.free_bytes)} that the store has free"
+        first = "free space in the store"
+    return ConfigError(
+        "room for less than one step",
+        subject="queue.high_bytes",
+        wanted=f"{step} * {human_bytes(largest_bytes)} (the largest sample) = {human_bytes(step * largest_bytes)}",
+        got=got,
+        fix=f"{first}, or lower feed.max_length or train.samples_per_step",
     )
 
 
@@ -147,14 +185,11 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
 
 def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:
     at_once = min(estimate.num_bytes, limits.high_bytes)
-    lines = [
+    return [
         f"{estimate.items} items, {estimate.tokens} tokens",
         f"samples take {human_bytes(estimate.num_bytes)} in all, the largest {human_bytes(estimate.largest_bytes)}",
         f"{uri}: at most {human_bytes(at_once)} at once, {human_bytes(health.free_bytes)} are free",
     ]
-    if estimate.largest_bytes > limits.high_bytes:
-        lines.append("warning: one sample is larger than the high mark; free space, or lower feed.max_length")
-    return lines
 
 
 def _put_all(prompts: LeaseQueue, spool: IO[bytes]) -> Fed:
