@@ -5,9 +5,10 @@ VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip
 TORCH_INDEX ?=
+CHAOS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean
+.PHONY: demo test check install install-dev clean mutants bench bench-peers chaos
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
@@ -18,6 +19,10 @@ test: install-dev
 
 check: install-dev
 	scripts/check $(VENV)
+
+# Options: CHAOS="--deliveries 100000 --seed 7 --server redis".
+chaos: install-dev
+	PYTHONPATH=tests $(VENV)/bin/python -m faults.chaos.harness $(CHAOS)
 
 install: $(VENV)/.installed
 
@@ -35,5 +40,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,dev]'
 	touch $@
 
+# Measure the queue against its bounds and its peers, on an otherwise idle machine; the result is bench.json.
+bench: install bench-peers
+	$(VENV)/bin/eaglefeed bench queue --json > bench.json
+
+bench-peers:
+	PYTHON=$(PYTHON) scripts/bench-peers
+
+# Break each guarantee of the queue's scripts in turn; the tests must notice.
+mutants: install-dev
+	$(VENV)/bin/python scripts/mutants
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench-peers runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

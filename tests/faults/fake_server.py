@@ -48,9 +48,11 @@ def fake_server(answer: Answer) -> Iterator[FakeServer]:
     with FakeServer(answer) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def bulk(data: bytes) -> bytes:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,12 @@ def kill(server: EmbeddedServer, client: QueueClient) -> None:
     wait_until(lambda: not is_up(server))
 
 
+def kill_at_once(server: EmbeddedServer) -> None:
+    """In the middle of whatever it does."""
+    os.kill(pid(server), signal.SIGKILL)
+    wait_until(lambda: not is_up(server))
+
+
 def is_up(server: EmbeddedServer) -> bool:
     return is_alive(server.folder)
 
@@ -39,6 +46,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
 
 
 @contextmanager
@@ -56,3 +69,10 @@ def spawned(*calls: tuple[str | Path, ...]) -> Iterator[list[subprocess.Popen[st
 
 def has_lines(log: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
+
+
+@contextmanager
+def restarted(server: EmbeddedServer) -> Iterator[None]:
+    """A killed server, started again."""
+    with EmbeddedServer(server.folder, binary=server._binary):
+        yield

@@ -2,7 +2,8 @@
 
 import json
 import socket
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import queue_servers
 from eaglefeed.errors import ConfigError, QueueUnavailable
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
 from eaglefeed.queue.base import QueueItem
-from faults.processes import is_up, kill, spawned
+from faults.processes import in_thread, is_up, kill, spawned
 
 pytestmark = pytest.mark.skipif(not queue_servers.real_servers(), reason="no server is installed")
 
@@ -50,16 +51,39 @@ def test_a_stale_socket_is_cleaned_up(tmp_path: Path) -> None:
     assert not (tmp_path / "server.sock").exists()
 
 
-def test_a_socket_that_is_somebody_elses_is_one_clear_error(tmp_path: Path) -> None:
+@contextmanager
+def who_resets(path: Path, *, times: int) -> Iterator[None]:
+    """Somebody who resets that many connections, and then listens no more."""
+
+    def reset() -> None:
+        with suppress(OSError), other:
+            for _ in range(times):
+                with other.accept()[0] as caller:
+                    caller.recv(1)
+
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "server.sock"))
+        other.bind(str(path))
         other.listen()
-        late = threading.Thread(target=lambda: other.accept()[0].close())
-        late.start()
-        with pytest.raises(ConfigError, match="in use by something that eaglefeed did not start"):
-            EmbeddedServer(tmp_path).start()
-        late.join()
+        thread = in_thread(reset)
+        yield
+        with suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_socket_that_is_somebody_elses_is_one_clear_error(tmp_path: Path) -> None:
+    with (
+        who_resets(tmp_path / "server.sock", times=1000),
+        pytest.raises(ConfigError, match="in use by something that eaglefeed did not start"),
+    ):
+        EmbeddedServer(tmp_path).start()
     assert (tmp_path / "server.sock").exists()
+
+
+def test_a_server_killed_just_now_is_started_again(tmp_path: Path) -> None:
+    """Its lock is free for a moment before its socket is closed, and resets who connects then."""
+    with who_resets(tmp_path / "server.sock", times=1), EmbeddedServer(tmp_path) as server:
+        connect(server.url).close()
 
 
 def test_a_folder_with_a_long_or_odd_path_works(tmp_path: Path) -> None:
