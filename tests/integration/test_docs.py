@@ -19,6 +19,7 @@ from eaglefeed import EmbeddedServer, SampleStream, connect, open_queue, open_st
 from eaglefeed.cli.app import app
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
+from eaglefeed.queue.scripts import SHARED
 from eaglefeed.queue.server_process import find_server_binary
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import ASSETS_FILE
@@ -168,9 +169,20 @@ def test_dotted_names_of_the_package_exist() -> None:
 
 
 def test_every_queue_script_has_its_paragraph() -> None:
-    told = set(re.findall(r"^- \*\*([a-z]+)\*\*", TEXTS["docs/architecture.md"], re.MULTILINE))
-    there = {path.stem for path in (ROOT / "src/eaglefeed/queue/lua").glob("*.lua")} - {"common"}
+    told = set(re.findall(r"^- \*\*([a-z]+)\*\*", TEXTS["docs/queue.md"], re.MULTILINE))
+    there = {path.stem for path in (ROOT / "src/eaglefeed/queue/lua").glob("*.lua")} - set(SHARED)
     assert told == there
+
+
+def test_tests_that_the_docs_name_exist() -> None:
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    named = {name for text in TEXTS.values() for name in re.findall(r"`(test_\w+)`", text)}
+    assert len(named) > 20
+    assert named <= there
 
 
 def test_readme_python_imports_work_and_its_trainer_is_the_example() -> None:
