@@ -71,24 +71,6 @@ def test_a_silent_worker_does_not_live_any_more(bench: Bench) -> None:
     assert queue.stats().workers == {"producer": 1}
 
 
-def test_threads_settle_everything_once(bench: Bench) -> None:
-    queue = filled(bench, *numbered(120))
-    queue.close()
-    settled: list[str] = []
-
-    def work(name: str) -> None:
-        while isinstance(got := queue.lease(7, visibility_timeout_s=LONG_S, consumer=name, wait_s=30), Lease):
-            settled.extend(queue.ack(got.token, ids(got)).ok)
-
-    threads = [threading.Thread(target=work, args=(f"t{k}",)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(settled) == numbered(120)
-    assert queue.stats().drained
-
-
 # room that comes back
 
 

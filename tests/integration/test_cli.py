@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import Shell, conversation, save_tiny_target, write_rows
-from eaglefeed.cli.feed import check_room, queue_limits
+from eaglefeed.cli.feed import check_limits, queue_limits
 from eaglefeed.config import load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.schema.refs import decode_ref, ref_to_json
@@ -112,13 +112,13 @@ def test_feed_tells_how_many_bytes_a_step_takes() -> None:
     settings = load_settings(None, ["train.samples_per_step=3"])
     small_store = StoreHealth(free_bytes=500, total_bytes=1000)
     with pytest.raises(ConfigError) as caught:
-        check_room(queue_limits(settings, small_store), settings, 200, small_store)
+        check_limits(queue_limits(settings, small_store), settings, 200, small_store)
     assert str(caught.value) == (
         "queue.high_bytes: room for less than one step, wanted 3 * 200 B (the largest sample) = 600 B, got 400 B, 80% "
         "of the 500 B that the store has free; free space in the store, or lower feed.max_length or "
         "train.samples_per_step"
     )
-    check_room(queue_limits(settings, small_store), settings, 133, small_store)
+    check_limits(queue_limits(settings, small_store), settings, 133, small_store)
 
 
 def test_a_settings_file_and_words_on_the_command_line(shell: Shell, rows: Path) -> None:

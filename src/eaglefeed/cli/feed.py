@@ -31,7 +31,7 @@ from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.storage.base import StoreHealth
 
-__all__ = ["check_room", "feed", "queue_limits"]
+__all__ = ["check_limits", "feed", "queue_limits"]
 
 _CHUNK = 500
 _FULL_WAIT_S = 600.0
@@ -93,7 +93,7 @@ def feed(
         lines += _say(estimate, limits, health, settings.store_uri)
         if not as_json:
             emit(False, {}, lines)
-        check_room(limits, settings, estimate.largest_bytes, health)
+        check_limits(limits, settings, estimate.largest_bytes, health)
         with open_queues(settings) as queues:
             queues.samples.configure(limits, groups=settings.queue.groups)
             queues.prompts.configure(limits)
@@ -118,7 +118,7 @@ def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
     )
 
 
-def check_room(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> None:
+def check_limits(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> None:
     """Refuse high marks below one training step: the trainer would wait for samples, and producers for room.
 
     Args:

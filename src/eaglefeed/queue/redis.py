@@ -220,7 +220,6 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
 
     def stats(self) -> QueueStats:
         """See LeaseQueue."""
-        self._check_group()
         return replies.read_stats(self._run("stats", int(rules.WORKER_GRACE_S * 1000)), self.name, self.group)
 
     def dead_letters(self) -> Iterator[DeadLetter]:

@@ -1,7 +1,9 @@
--- Prepended to every script, as far as it needs it, behind the tables of keys that the script's own comment declares.
--- DEFAULTS are the limits of a queue that nobody configured. A lease is a field of `state`: token -> the number it was
--- given and its consumer, then the ids it still holds, a line each. `q` is a queue as one group sees it: its shared keys and that group's own; `groups`
--- is the list of all groups' own keys, where a script declares `each.…`.
+-- Prepended to every script, as far as it needs it, behind the tables of keys that the script's own comment declares. A
+-- blank line ends a definition, so there is none within one.
+--
+-- `q` is a queue as one group sees it: its shared keys and that group's own; `groups` is the list of all groups' own
+-- keys, where a script declares `each.…`. DEFAULTS are the limits of a queue that nobody configured. A lease is a field of
+-- `state`: token -> the number it was given and its consumer, then the ids it still holds, a line each.
 --
 -- Every script: the server's time only; a constant number of calls a batch; the first write frees memory wherever it
 -- must work at maxmemory, since Redis refuses a growing command only as long as nothing was written.
