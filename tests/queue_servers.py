@@ -20,7 +20,7 @@ from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.queue.redis import RedisLeaseQueue
-from eaglefeed.queue.scripts import Script
+from eaglefeed.queue.scripts import Keys, Script
 from eaglefeed.queue.server_process import find_server_binary
 
 JITTER = 0.5
@@ -54,7 +54,7 @@ class VirtualTimeClient(QueueClient):
         super().__init__(pool, address="virtual time")
         self.test_clock = clock
 
-    def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    def run(self, script: Script, keys: Keys, args: Sequence[Any]) -> Any:
         now_us = int(self.test_clock.time() * 1000) * 1000
         return super().run(_with_argument(script), keys, [*args, now_us // 1_000_000, now_us % 1_000_000])
 

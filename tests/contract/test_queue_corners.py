@@ -6,7 +6,7 @@ from eaglefeed.errors import QueueError
 from eaglefeed.queue.base import DrainState, QueueLimits
 from eaglefeed.queue.redis import RedisLeaseQueue
 from queue_servers import Bench
-from queue_steps import LONG_S, SHORT_S, fail, filled, ids, items, learn, lease, nothing
+from queue_steps import LONG_S, SHORT_S, counts, fail, filled, ids, items, learn, lease, nothing
 
 
 def test_no_token_and_no_session_is_given_out_twice_when_the_servers_time_goes_back(bench: Bench) -> None:
@@ -105,3 +105,23 @@ def test_a_restore_of_leases_that_have_not_run_out_counts_nothing_against_their_
     for _ in range(4):
         session = queue.restore(0)
         assert [(item.id, item.delivery_count) for item in lease(queue, session=session).items] == [("a", 1), ("b", 1)]
+
+
+def test_an_id_that_begins_another_one_is_not_taken_for_it(bench: Bench) -> None:
+    queue = filled(bench, "ab", "a", "abc")
+    held = lease(queue)
+    assert queue.ack(held.token, ["a"]).ok == ("a",)
+    assert queue.ack(held.token, ["abc"]).ok == ("abc",)
+    assert queue.ack(held.token, ["a"]).stale == ("a",)
+    assert counts(queue) == (0, 0, 1, 2, 0)
+    assert queue.ack(held.token, ["ab"]).ok == ("ab",)
+
+
+def test_put_order_holds_over_calls_and_after_all_of_before_is_done(bench: Bench) -> None:
+    queue = filled(bench, "z")
+    queue.ack(lease(queue).token, ["z"])
+    for name in ("c", "b", "a"):
+        queue.put(items(name))
+    assert [item.id for item in queue.payloads()] == ["c", "b", "a"]
+    lease(queue)
+    assert ids(lease(queue, session=queue.restore(0))) == ["c", "b", "a"]

@@ -46,8 +46,8 @@ def test_the_acl_file_lists_the_commands_of_scripts_and_client_one_by_one_and_no
     assert default == "user default reset off"
     head, listed = user.split(" -@all ")
     assert head == "user eaglefeed reset on >PASSWORD ~eaglefeed:* resetchannels"
-    # the last is sent by the connection itself, for an address with another database than 0
-    wanted = commands_of_scripts() | commands_of_the_client() | {"SELECT"}
+    # scripts are sent packed; and the connection itself selects a database, for an address with another one than 0
+    wanted = commands_of_scripts() | commands_of_the_client() | {"EVALSHA", "SELECT"}
     rights = " ".join(f"+{command.lower()}" for command in sorted(wanted))
     assert listed == rights, f"the file's line should end with: {rights}"
 

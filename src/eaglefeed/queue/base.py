@@ -247,7 +247,8 @@ class LeaseQueue(ABC):
     def payloads(self) -> Iterator[LeasedItem]:
         """Every item that is not released nor dead to all groups, in put order, read in bounded steps.
 
-        The delivery_count is of this group's deliveries that ended unsettled.
+        What is put while it is read may be missing. The delivery_count is of this group's deliveries that ended
+        unsettled.
         """
 
     @abstractmethod

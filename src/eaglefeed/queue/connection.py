@@ -5,7 +5,7 @@ import os
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from eaglefeed.errors import ConfigError, EaglefeedError, QueueError, QueueUnava
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.address import address_of, check_authority, read_password
 from eaglefeed.queue.checks import check_server
-from eaglefeed.queue.scripts import Script
+from eaglefeed.queue.scripts import Keys, Script
 
 __all__ = ["NotPermitted", "QueueClient", "connect"]
 
@@ -29,7 +29,7 @@ _log = get_logger(__name__)
 _CONNECT_TIMEOUT_S = 5.0
 _MIN_ANSWER_S, _MAX_ANSWER_S = 2.0, 20.0
 """A reply may take long while the server's disk is busy; the blocking read of a waiting lease takes a second."""
-_POOL_TIMEOUT_S = 10.0
+_POOL_LOOKS, _POOL_POLL_S = 1000, 0.01
 _MAX_CONNECTIONS = 64
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 
@@ -75,8 +75,7 @@ class QueueClient:
         self.address, self.max_wait_s, self.clock = address, max_wait_s, clock
         self.id = secrets.token_hex(8)
         self._pool: Any = pool  # redis-py types only a part of it
-        self._idle: list[Any] = []
-        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._idle: list[Any] = [None] * _MAX_CONNECTIONS  # None: not made yet
         self._pid = os.getpid()
         self._sequence = itertools.count(1)
         self._turns: dict[str, threading.Lock] = {}
@@ -92,48 +91,53 @@ class QueueClient:
         """By which the server knows a call that is repeated."""
         return next(self._sequence)
 
-    def call(self, *command: str | bytes | float, tells_repeats: bool = False) -> Any:
-        """Send a command and return its raw reply; `tells_repeats` adds a last word, 1 when it is repeated, else 0.
+    def call(self, *command: str | bytes | float) -> Any:
+        """Send a command and return its raw reply.
 
         Raises:
             QueueUnavailable: no answer within the deadline; then nobody knows whether it was carried out.
             ConfigError: the server refuses the password or the user.
             QueueError: any other refusal, or use after fork.
         """
+        packed: bytes = pack_command(command)  # type: ignore[arg-type]  # its stubs are too narrow
+        return self._insist(lambda _: packed)
+
+    def run(self, script: Script, keys: Keys, args: Sequence[str | bytes | float]) -> Any:
+        """Run a script by its digest; a server that does not know it (any more) gets its text. Raises as `call`.
+
+        One that replays gets a last argument: 1 when the call is repeated, else 0.
+        """
+        last = ([0], [1]) if script.replays else ([], [])
+        try:
+            return self._insist(lambda attempt: keys.pack(script, (*args, *last[attempt > 0])))
+        except exceptions.NoScriptError:
+            # it may have been carried out before the server was restarted
+            return self.call("EVAL", script.text, len(keys.names), *keys.names, *args, *last[1])
+
+    def _insist(self, packed: Callable[[int], bytes]) -> Any:
+        """Send what `packed` makes for each attempt, until there is an answer."""
         if os.getpid() != self._pid:
             fix = "connect again in this process; loaders lease in the main process and hand refs to their workers"
             raise QueueError("a connection cannot be used after fork", subject=self.address, fix=fix)
         end_s = self.clock.monotonic() + self.max_wait_s
         for attempt in itertools.count():
-            words = (*command, min(attempt, 1)) if tells_repeats else command
             try:
-                return self._attempt((pack_command(words),))  # type: ignore[arg-type]  # its stubs are too narrow
+                return self._attempt(packed(attempt))
             except exceptions.NoScriptError:
                 raise
             except (redis.RedisError, OSError) as error:
                 self._give_up_or_wait(error, attempt, end_s)
         raise AssertionError
 
-    def run(self, script: Script, keys: Sequence[str], args: Sequence[str | bytes | float]) -> Any:
-        """Run a script by its digest; a server that does not know it (any more) gets its text. Raises as `call`."""
-        tail = (len(keys), *keys, *args)
-        try:
-            return self.call("EVALSHA", script.sha, *tail, tells_repeats=script.replays)
-        except exceptions.NoScriptError:
-            # it may have been carried out before the server was restarted
-            return self.call("EVAL", script.text, *tail, *([1] if script.replays else []))
-
     def close(self) -> None:
         """Close the pool's connections."""
         self._pool.disconnect()
 
-    def _attempt(self, packed: tuple[bytes]) -> Any:
+    def _attempt(self, packed: bytes) -> Any:
         """One try. redis-py's pool makes the connections; its own handing out looks at each of them every time."""
-        if not self._free.acquire(timeout=_POOL_TIMEOUT_S):
-            raise exceptions.ConnectionError(f"all {_MAX_CONNECTIONS} connections are in use")
-        is_whole, connection = False, self._idle_connection()
+        is_whole, connection = False, self._take_connection()
         try:
-            connection.send_packed_command(packed)
+            connection.send_packed_command((packed,))
             reply = connection.read_response()
             is_whole = True
         except exceptions.ResponseError as error:
@@ -143,14 +147,18 @@ class QueueClient:
             if not is_whole:
                 connection.disconnect()
             self._idle.append(connection)
-            self._free.release()
         return reply
 
-    def _idle_connection(self) -> Any:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._pool.make_connection()
+    def _take_connection(self) -> Any:
+        """The connection that was used last; a list's pop and append need no lock."""
+        for _ in range(_POOL_LOOKS):
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                self.clock.sleep(_POOL_POLL_S)
+            else:
+                return connection if connection is not None else self._pool.make_connection()
+        raise exceptions.ConnectionError(f"all {_MAX_CONNECTIONS} connections are in use")
 
     def _give_up_or_wait(self, error: Exception, attempt: int, end_s: float) -> None:
         """Pause before the next attempt, or raise what the caller is told."""

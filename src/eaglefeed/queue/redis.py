@@ -124,6 +124,8 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
             status, *rest = self._run(script, *head, "\n".join(ids[start : start + MAX_BATCH]))
             self._check_session(script, status, rest, session)
             flags += rest[0] if rest else b""
+        if flags == b"1" * len(ids):
+            return AckResult(tuple(ids), ())
         pairs = list(zip(ids, flags.decode(), strict=True))
         return AckResult(tuple(i for i, held in pairs if held == "1"), tuple(i for i, held in pairs if held == "0"))
 

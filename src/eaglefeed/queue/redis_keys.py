@@ -6,17 +6,19 @@ stand in the scripts' comments; `…:workers` and the clients' `…:replay:<clie
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import MAIN_GROUP
 from eaglefeed.queue.connection import QueueClient
-from eaglefeed.queue.scripts import Script, load
+from eaglefeed.queue.scripts import Keys, Script, load
 
 __all__ = ["RedisKeys"]
 
 _SHARED = frozenset({"digest", "ref", "seq", "bytes", "pending", "released", "held", "recalled", "ctl", "room"})
+Route = tuple[Keys, str, threading.Lock]
 _MAX_WAIT_S, _MIN_WAIT_S = 1.0, 0.01
 
 
@@ -36,7 +38,7 @@ class RedisKeys:
         self.group = rules.check_name("group", group)
         self._client, self._jitter = client, jitter
         self._declared: tuple[str, ...] | None = None
-        self._keys: dict[tuple[str, str], list[str]] = {}
+        self._routes: dict[tuple[str, str], Route] = {}
 
     def key(self, name: str, group: str = "") -> str:
         """The key called `name` in the scripts, of this group or of `group`."""
@@ -65,15 +67,14 @@ class RedisKeys:
     def _run(self, name: str, *args: str | bytes | float, to: "RedisKeys | None" = None) -> Any:
         """Run a script on this queue; `to` is the samples queue of a hand-off or recall."""
         script = load(name)
-        keys = self._keys.get((name, to.name if to else "")) or self._make_keys(name, script, to)
+        keys, call, turn = self._routes.get((name, to.name if to else "")) or self._route(name, script, to)
         if not script.replays:
             return self._client.run(script, keys, args)
-        call = f"{self.name}/{self.group}/{name}"
-        with self._client.turn(f"{self.namespace}/{call}"):
+        with turn:
             return self._client.run(script, keys, (*args, self._client.next_number(), call))
 
-    def _make_keys(self, name: str, script: Script, to: "RedisKeys | None") -> list[str]:
-        """The script's keys; kept once the groups are known for good."""
+    def _route(self, name: str, script: Script, to: "RedisKeys | None") -> Route:
+        """A script's keys, and the call's name and turn; kept once the groups are known for good."""
         if any(table == "q" and key not in _SHARED for table, key in script.keys):
             self._check_group()
         tables = {
@@ -85,9 +86,11 @@ class RedisKeys:
         keys, queue = [tables[table](key) for table, key in script.keys], to or self
         if script.each:
             keys += [queue.key(key, group) for group in queue.groups() for key in script.each]
+        call = f"{self.name}/{self.group}/{name}"
+        route = Keys(keys), call, self._client.turn(f"{self.namespace}/{call}")
         if self._declared is not None and queue._declared is not None:
-            self._keys[name, to.name if to else ""] = keys
-        return keys
+            self._routes[name, to.name if to else ""] = route
+        return route
 
     def _wait_for(self, key: str, wait_s: float) -> None:
         # 0 would wait for ever, and a second is well below the socket's timeout

@@ -1,14 +1,17 @@
 """The Lua scripts: found as package data, each with the keys that its opening comment declares."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 
+from hiredis import pack_command
+
 from eaglefeed.queue.base import QueueLimits
 
-__all__ = ["SHARED", "Script", "load"]
+__all__ = ["SHARED", "Keys", "Script", "load"]
 
 SHARED = ("common", "items")
 """Files of definitions that scripts share."""
@@ -30,6 +33,30 @@ class Script:
     keys: tuple[tuple[str, str], ...]
     each: tuple[str, ...]
     replays: bool
+
+
+class Keys:
+    """The keys of a call, packed once as the protocol wants them: most of a call's words, and the same each time."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._num_words = 3 + len(names)
+        self._packed = _words_of(_pack(len(names), *names))
+
+    def pack(self, script: Script, args: Sequence[str | bytes | float]) -> bytes:
+        """The packed EVALSHA of `script` with these keys."""
+        head = b"*%d\r\n$7\r\nEVALSHA\r\n$40\r\n%b\r\n" % (self._num_words + len(args), script.sha.encode())
+        return b"".join((head, self._packed, _words_of(_pack(*args))))
+
+
+def _pack(*words: str | bytes | float) -> bytes:
+    packed: bytes = pack_command(words)  # type: ignore[arg-type]  # its stubs are too narrow
+    return packed
+
+
+def _words_of(packed: bytes) -> bytes:
+    """A packed command without the number of its words."""
+    return packed[packed.index(b"\n") + 1 :]
 
 
 @cache

@@ -5,8 +5,9 @@
 -- keys, where a script declares `each.…`. DEFAULTS are the limits of a queue that nobody configured. A lease is a field of
 -- `state`: token -> the number it was given and its consumer, then the ids it still holds, a line each.
 --
--- Every script: the server's time only; a constant number of calls a batch; the first write frees memory wherever it
--- must work at maxmemory, since Redis refuses a growing command only as long as nothing was written.
+-- Every script: the server's time only; a constant number of calls a batch; the first write needs no memory wherever it
+-- must work at maxmemory, since Redis refuses a growing command only as long as nothing was written. A write goes to the
+-- file and to replicas as a command of its own, which costs as much again: there are as few as can be.
 local call = redis.call
 
 local function now_ms()
@@ -62,20 +63,23 @@ local function set_full(q, full)
   call('RPUSH', q.room, unpack(tokens))
 end
 
--- Whether the room is shut, the number of items and their bytes, and the limits of both.
-local function read_room(q, depth)
-  local names = {'high_count', 'high_bytes', 'low_count', 'low_bytes'}
-  local ctl, limits = call('HMGET', q.ctl, 'full', 'stored', unpack(names)), {}
-  for i, name in ipairs(names) do limits[name] = tonumber(ctl[i + 2] or DEFAULTS[name]) end
-  return ctl[1] == '1', depth or call('ZCARD', q.seq), tonumber(ctl[2] or 0), limits
+-- What the queue's `ctl` says of its state and limits.
+local function read_ctl(q)
+  local told = call('HMGET', q.ctl, 'closed', 'groups', 'full', 'stored', 'max_depth', 'high_count', 'high_bytes',
+    'low_count', 'low_bytes')
+  return {
+    closed = told[1] == '1', groups = told[2], full = told[3] == '1', stored = tonumber(told[4] or 0),
+    max_depth = tonumber(told[5] or DEFAULTS.max_depth),
+    high_count = tonumber(told[6] or DEFAULTS.high_count), high_bytes = tonumber(told[7] or DEFAULTS.high_bytes),
+    low_count = tonumber(told[8] or DEFAULTS.low_count), low_bytes = tonumber(told[9] or DEFAULTS.low_bytes),
+  }
 end
 
--- Looks at the room again, with hysteresis; `known` is the number of items, where it is.
-local function update_room(q, known)
-  local full, depth, stored, limits = read_room(q, known)
-  local now_full = depth >= limits.high_count or stored >= limits.high_bytes
-  now_full = now_full or full and (depth > limits.low_count or stored > limits.low_bytes)
-  if now_full ~= full then set_full(q, now_full) end
+-- Looks at the room again, with hysteresis, when `depth` items take it.
+local function update_room(q, ctl, depth)
+  local now_full = depth >= ctl.high_count or ctl.stored >= ctl.high_bytes
+  now_full = now_full or ctl.full and (depth > ctl.low_count or ctl.stored > ctl.low_bytes)
+  if now_full ~= ctl.full then set_full(q, now_full) end
 end
 
 -- Adds the stored bytes of `ids` to the queue's sum.
@@ -85,11 +89,11 @@ local function count_stored(q, ids)
   if sum > 0 then call('HINCRBY', q.ctl, 'stored', text(sum)) end
 end
 
--- Gives `ids` the next places in put order.
+-- Gives `ids` the next places in put order: behind the last one that is taken, since order is among those alone.
 local function place(q, ids)
-  local last, places = call('HINCRBY', q.ctl, 'seq', #ids), {}
+  local last, places = tonumber(call('ZRANGE', q.seq, -1, -1, 'WITHSCORES')[2] or 0), {}
   for i, id in ipairs(ids) do
-    places[2 * i - 1], places[2 * i] = text(last - #ids + i), id
+    places[2 * i - 1], places[2 * i] = last + i, id
   end
   call('ZADD', q.seq, unpack(places))
 end
@@ -105,8 +109,8 @@ local function with_tensors(q, ids)
   return there
 end
 
--- Puts new items {id, payload, digest, stored bytes} at the tail, for every group; there are `depth` then, if known.
-local function add(q, groups, items, depth)
+-- Puts new items {id, payload, digest, stored bytes} at the tail, for every group; `ctl` and `depth` are of before.
+local function add(q, groups, items, ctl, depth)
   local ids, sized, digests, payloads, pending, sum = {}, {}, {}, {}, {}, 0
   for i, item in ipairs(items) do
     local id, k = item[1], 2 * i - 1
@@ -124,12 +128,13 @@ local function add(q, groups, items, depth)
   if #groups > 1 then call('HSET', q.pending, unpack(pending)) end
   if #sized > 0 then
     call('HSET', q.bytes, unpack(sized))
-    call('HINCRBY', q.ctl, 'stored', text(sum))
+    ctl.stored = ctl.stored + sum
+    call('HSET', q.ctl, 'stored', text(ctl.stored))
   end
   place(q, ids)
   for _, group in ipairs(groups) do
     call('RPUSH', group.ready, unpack(ids))
     wake(group)
   end
-  update_room(q, depth)
+  update_room(q, ctl, depth + #items)
 end

@@ -13,5 +13,5 @@ if names ~= '' then
   call('HSET', q.ctl, 'groups', names)
 end
 call('HSET', q.ctl, unpack(ARGV))
-update_room(q)
+update_room(q, read_ctl(q), call('ZCARD', q.seq))
 return {'ok'}

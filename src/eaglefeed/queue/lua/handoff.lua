@@ -24,7 +24,7 @@
 --   samples.bytes       HASH  id -> stored bytes, where not 0
 --   samples.pending     HASH  id -> groups that have neither done it nor hold it dead; only with several groups
 --   samples.recalled    SET   ids whose tensors are gone
---   samples.ctl         HASH  seq, stored, full, groups and the limits
+--   samples.ctl         HASH  stored, full, groups and the limits
 --   samples.room        LIST  at most 64 tokens that waiting producers pop
 --   each.ready  LIST  ids, the head is leased next
 --   each.parked SET   ids that are back, and whose tensors are gone
@@ -60,7 +60,7 @@ local function replace()
   if call('ZSCORE', samples.seq, sample) then
     local change = tonumber(bytes) - tonumber(call('HGET', samples.bytes, sample) or 0)
     call('HINCRBY', samples.ctl, 'stored', text(change))
-    update_room(samples)
+    update_room(samples, read_ctl(samples), call('ZCARD', samples.seq))
   end
   call('HDEL', samples.bytes, sample)
   if bytes ~= '0' then call('HSET', samples.bytes, sample, bytes) end
@@ -89,9 +89,9 @@ if known then
   leave_lease(is_kept())
   return keep(run, {'ok'})
 end
-local declared = call('HGET', samples.ctl, 'groups')
-if (declared or names) ~= names then return {'groups', declared} end
+local ctl = read_ctl(samples)
+if (ctl.groups or names) ~= names then return {'groups', ctl.groups} end
 leave_lease(true)
-if not declared then call('HSET', samples.ctl, 'groups', names) end
-add(samples, groups, {{sample, payload, digest, bytes}})
+if not ctl.groups then call('HSET', samples.ctl, 'groups', names) end
+add(samples, groups, {{sample, payload, digest, bytes}}, ctl, call('ZCARD', samples.seq))
 return keep(run, {'ok'})

@@ -8,8 +8,9 @@ end
 
 -- The lease without some of its ids, a line each, that stand next to each other in it; nil where it does not hold them so.
 local function without(lease, joined)
-  local from, to = string.find(lease .. '\n', '\n' .. joined .. '\n', 1, true)
-  return from and string.sub(lease, 1, from - 1) .. string.sub(lease, to)
+  local from, to = string.find(lease, '\n' .. joined, 1, true)
+  if not from or to < #lease and string.byte(lease, to + 1) ~= 10 then return nil end -- 10: \n
+  return string.sub(lease, 1, from - 1) .. string.sub(lease, to + 1)
 end
 
 -- The lease without those of `ids` that it holds; a text of 1 (it held the id) and 0 for each, and the ids it held.
@@ -36,13 +37,14 @@ local function leave(q, token, lease, joined, leased, learned)
   local rest, flags, mine = without(lease, joined), string.rep('1', #ids), ids
   if not rest then rest, flags, mine = pick(lease, ids) end
   if #mine == 0 then return flags, mine end
-  call('HDEL', q.state, token)
-  local fields = {'leased', tonumber(leased) - #mine}
+  local fields, is_over = {'leased', tonumber(leased) - #mine}, not string.find(rest, '\n', 1, true)
   if learned then fields[3], fields[4] = 'learned', tonumber(learned) + #mine end
-  if string.find(rest, '\n', 1, true) then
-    fields[#fields + 1], fields[#fields + 2] = token, rest
-  else
+  -- The first write must need no memory; HDEL of no field is one, and goes neither to the file nor to replicas.
+  call('HDEL', q.state, is_over and token or '')
+  if is_over then
     call('ZREM', q.leases, token)
+  else
+    fields[#fields + 1], fields[#fields + 2] = token, rest
   end
   call('HSET', q.state, unpack(fields))
   return flags, mine
@@ -132,7 +134,7 @@ local function retire(q, groups, ids)
   end
   if #plain > 0 then call('HDEL', q.ref, unpack(plain)) end
   if #shards > 0 then call('RPUSH', q.released, table.concat(shards, '\n')) end
-  if ctl[1] == '1' then update_room(q) end
+  if ctl[1] == '1' then update_room(q, read_ctl(q), call('ZCARD', q.seq)) end
   return gone
 end
 
@@ -144,6 +146,12 @@ end
 
 -- Settles items for good for this group, and ends the prompts whose tensors stayed with their producer for their sake.
 local function finish(q, groups, prompts, ids)
+  local notes = {q.deliveries, q.crashes, q.errors, prompts.held}
+  for _, group in ipairs(groups) do notes[#notes + 1] = group.dead end
+  if call('EXISTS', unpack(notes)) == 0 then
+    retire(q, {}, last_of(q, groups, ids)) -- no item has a note: one look instead of many
+    return
+  end
   forget_counts(q, ids)
   local gone = retire(q, groups, last_of(q, groups, ids))
   if #gone == 0 or call('EXISTS', prompts.held) == 0 then return end

@@ -84,18 +84,17 @@ local function take(n)
 end
 
 local function nothing()
-  local closed, soonest, told = call('HGET', q.ctl, 'closed') == '1', 0, 'empty'
+  local ctl, soonest, told = read_ctl(q), 0, 'empty'
   for _, key in ipairs({q.delayed, q.leases}) do
     local at = tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
     if at and (soonest == 0 or at < soonest) then soonest = at end
   end
-  if closed and call('LLEN', q.ready) + call('ZCARD', q.delayed) + leased == 0 then
+  if ctl.closed and call('LLEN', q.ready) + call('ZCARD', q.delayed) + leased == 0 then
     return {'drained', '0', text(now)}
   end
-  local full, depth, stored, limits = read_room(q)
-  if full and call('ZCARD', q.tentative) > 0 then
+  if ctl.full and call('ZCARD', q.tentative) > 0 then
     told = 'commit_due'
-  elseif full and depth < limits.high_count and stored < limits.high_bytes then
+  elseif ctl.full and call('ZCARD', q.seq) < ctl.high_count and ctl.stored < ctl.high_bytes then
     set_full(q, false) -- consumers starve: they come before the hysteresis
   end
   return {told, text(soonest), text(now)}
@@ -112,7 +111,7 @@ local record = #ids .. ' ' .. ARGV[3] .. '\n' .. joined
 call('HSET', q.state, 'token', token, 'leased', leased + #ids, token, record)
 call('ZADD', q.leases, deadline, token)
 local reply, again = reply_of(token, deadline, ids, joined), 0
-for i in ipairs(ids) do
+for i in ipairs(noted and ids or {}) do
   if reply[6][i] then again = again + 1 end
 end
 if again > 0 then call('HINCRBY', q.state, 'redelivered', again) end

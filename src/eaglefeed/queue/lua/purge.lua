@@ -10,7 +10,7 @@
 --   released    LIST  ids whose shards may go, a line each, of one settlement
 --   held        HASH  id -> producer that its sample's tensors stay with
 --   recalled    SET   ids whose tensors are gone
---   ctl         HASH  seq, stored, full, closed, groups and the limits
+--   ctl         HASH  stored, full, closed, groups and the limits
 --   room        LIST  at most 64 tokens that waiting producers pop
 --   each.ready       LIST  ids, the head is leased next
 --   each.delayed     ZSET  id by the time it is due, ms

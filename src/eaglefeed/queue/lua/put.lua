@@ -6,7 +6,7 @@
 --   seq         ZSET  id by place in put order, of all that is not released
 --   bytes       HASH  id -> stored bytes, where not 0
 --   pending     HASH  id -> groups that have neither done it nor hold it dead; only with several groups
---   ctl         HASH  seq, stored, full, closed, groups and the limits
+--   ctl         HASH  stored, full, closed, groups and the limits
 --   room        LIST  at most 64 tokens that waiting producers pop
 --   each.ready  LIST  ids, the head is leased next
 --   each.wake   LIST  at most 4 tokens that waiting leases pop
@@ -32,11 +32,10 @@ end
 
 local depth = call('ZCARD', q.seq)
 if #new == 0 then return {'ok', 0, depth} end
-local ctl = call('HMGET', q.ctl, 'closed', 'max_depth', 'groups')
-local max_depth = tonumber(ctl[2] or DEFAULTS.max_depth)
-if (ctl[3] or names) ~= names then return {'groups', ctl[3]} end
-if ctl[1] == '1' then return {'closed'} end
-if depth + #new > max_depth then return {'full', depth, max_depth} end
-if not ctl[3] then call('HSET', q.ctl, 'groups', names) end
-add(q, groups, new, depth + #new)
+local ctl = read_ctl(q)
+if (ctl.groups or names) ~= names then return {'groups', ctl.groups} end
+if ctl.closed then return {'closed'} end
+if depth + #new > ctl.max_depth then return {'full', depth, ctl.max_depth} end
+if not ctl.groups then call('HSET', q.ctl, 'groups', names) end
+add(q, groups, new, ctl, depth)
 return keep(run, {'ok', #new, depth + #new})

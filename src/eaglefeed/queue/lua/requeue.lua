@@ -12,7 +12,7 @@
 --   seq         ZSET  id by place in put order, of all that is not released
 --   bytes       HASH  id -> stored bytes, where not 0
 --   pending     HASH  id -> groups that have neither done it nor hold it dead; only with several groups
---   ctl         HASH  seq, stored, full, groups and the limits
+--   ctl         HASH  stored, full, groups and the limits
 --   room        LIST  at most 64 tokens that waiting producers pop
 --   each.dead   HASH  id -> reason
 --   samples.ctl HASH  closed; of the queue that gets these prompts' samples
@@ -50,6 +50,6 @@ end
 local back = with_tensors(q, ids)
 if #back > 0 then call('RPUSH', q.ready, unpack(back)) end
 if reopens then call('HDEL', samples.ctl, 'closed') end
-update_room(q)
+update_room(q, read_ctl(q), call('ZCARD', q.seq))
 wake(q)
 return keep(run, {'ok', #ids})
