@@ -23,6 +23,11 @@ def tensors(*, batch: int = 2, length: int = 6, supervision: str = "target_probs
     found["input_ids"][:, -1] = 0
     if supervision == "logits":
         return found | {"logits": torch.randn(batch, length, V, generator=generator)}
+    if supervision == "last_hidden_states":
+        real = torch.arange(length)[:, None] < length - 1  # shifted: nothing comes after the last token
+        states = torch.randn(batch, length, H, generator=generator) * real
+        best = torch.randint(0, V, (batch, length), generator=generator, dtype=torch.int32) * real[:, 0]
+        return found | {"last_hidden_states": states.to(torch.bfloat16), "target_argmax": best}
     probs = torch.softmax(torch.randn(batch, length, D, generator=generator), -1)
     return found | {"target_probs": probs, "position_mask": loss_mask.bool().unsqueeze(-1)}
 
@@ -46,7 +51,7 @@ def ref(
         "feature_keys": dict.fromkeys(found, shard_key(str(sample_id), token)),
         "feature_specs": found,
         "algorithm": FeatureAlgorithm.EAGLE3,
-        "schema_version": 1,
+        "schema_version": 2 if "target_argmax" in found else 1,
         "num_tokens": 12,
         "estimated_bytes": sum(spec.num_bytes for spec in found.values()),
         "target_model_version": "target",

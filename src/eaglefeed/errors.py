@@ -18,19 +18,22 @@ happened, to which id, what was wanted and what came, and what to do next.
     │   ├── NoProducers        (retry)  work remains and no producer lives
     │   ├── QueueUnavailable   (retry)  the server is out of reach, loading or out of connections
     │   └── UnsafeServer                a server that would lose data
-    ├── StorageError
+    ├── StorageError           (retry)  a read or a write failed
     │   ├── SampleMissing      (retry)  a shard that is not there (yet)
     │   ├── SampleCorrupt               a shard whose bytes, specs or values are wrong
     │   ├── StoreFull          (retry)  no room for another shard
+    │   ├── BuffersHeld                 every read buffer is kept by tensors that are still in use
     │   └── PeerGone           (retry)  the process that holds the tensors is gone
     └── TargetError
         ├── TargetUnavailable  (retry)  no target found, or it does not answer
         └── TargetMismatch              the target is not the one that was asked for
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
+    "BuffersHeld",
     "ConfigError",
     "ContractMismatch",
     "EaglefeedError",
@@ -194,13 +197,13 @@ class UnsafeServer(QueueError):
 
 
 class StorageError(EaglefeedError):
-    """Something about a feature store."""
+    """A feature store could not read or write; it may go well elsewhere or later."""
+
+    retryable = True
 
 
 class SampleMissing(StorageError):
     """A ref whose shard is not there."""
-
-    retryable = True
 
     def __init__(self, sample_id: str, key: str) -> None:
         self.sample_id, self.key = sample_id, key
@@ -211,6 +214,8 @@ class SampleMissing(StorageError):
 class SampleCorrupt(StorageError):
     """A shard whose bytes, specs or values are not those its ref promises."""
 
+    retryable = False
+
     def __init__(self, sample_id: str, what: str, *, wanted: object = None, got: object = None) -> None:
         self.sample_id = sample_id
         fix = "produce it again; `eaglefeed validate --values` shows which files are damaged"
@@ -220,18 +225,28 @@ class SampleCorrupt(StorageError):
 class StoreFull(StorageError):
     """No room for another shard; the partial file has been removed."""
 
-    retryable = True
+    default_fix = "free space or a quota, lower queue.high_bytes, or add trainers"
 
-    def __init__(self, store: str, *, num_bytes: int, free_bytes: int, reason: str) -> None:
+    def __init__(self, store: str, *, num_bytes: int, free_bytes: int, reason: str, fix: str = "") -> None:
         self.num_bytes, self.free_bytes = num_bytes, free_bytes
         what = f"no room for a shard of {num_bytes} bytes ({reason}; {free_bytes} bytes show as free)"
-        super().__init__(what, subject=store, fix="free space or a quota, lower queue.high_bytes, or add trainers")
+        super().__init__(what, subject=store, fix=fix)
+
+
+class BuffersHeld(StorageError):
+    """Every read buffer is kept by tensors that are still in use."""
+
+    retryable = False
+
+    def __init__(self, holders: Sequence[str], *, num_buffers: int, waited_s: float) -> None:
+        self.holders = list(holders)
+        what = f"no read buffer came back in {waited_s:g} s: all {num_buffers} are held by tensors of {self.holders}"
+        fix = "drop the tensors (views and slices too) of samples that are done, clone what is kept, or raise held"
+        super().__init__(what, fix=fix)
 
 
 class PeerGone(StorageError):
     """The process that holds a sample's tensors does not live any more."""
-
-    retryable = True
 
 
 class TargetError(EaglefeedError):

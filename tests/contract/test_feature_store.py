@@ -1,26 +1,54 @@
 """What every store promises, over each of them."""
 
+import secrets
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
+import s3_server
 import samples
-from eaglefeed.errors import SampleCorrupt, SampleMissing, StorageError
+from eaglefeed.errors import ConfigError, SampleCorrupt, SampleMissing, StorageError
 from eaglefeed.schema.eagle3 import validate_eagle3_ref
-from eaglefeed.storage.base import FeatureStore, open_store
+from eaglefeed.schema.eagle3_compact import encode_compact
+from eaglefeed.storage.base import FeatureStore, is_verified, key_of, open_store
+from eaglefeed.storage.buffers import BufferRing
 from eaglefeed.storage.header import check_header, ref_of
 
 
-@pytest.fixture(params=["mem", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FeatureStore]:
-    uri = f"mem://{request.node.name}" if request.param == "mem" else f"file://{tmp_path}/store"
-    opened = open_store(uri)
-    yield opened
-    opened.close()
+@pytest.fixture(params=["mem", "file", "shm", "s3"])
+def open_one(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., FeatureStore]]:
+    """Opens the test's store, each time with other options if wanted."""
+    name = f"test-{secrets.token_hex(8)}"
+    if request.param == "shm" and not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    if request.param == "s3":
+        server = request.getfixturevalue("s3")
+        s3_server.use(monkeypatch, server.address)
+        name = f"{server.new_bucket()}/{s3_server.PREFIX}"
+    opened: list[FeatureStore] = []
+
+    def open_it(**options: object) -> FeatureStore:
+        uri = f"file://{tmp_path}/store" if request.param == "file" else f"{request.param}://{name}"
+        opened.append(open_store(uri, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()
+    shutil.rmtree(Path("/dev/shm/eaglefeed") / name, ignore_errors=True)
+
+
+@pytest.fixture
+def store(open_one: Callable[..., FeatureStore]) -> FeatureStore:
+    return open_one()
 
 
 @pytest.mark.parametrize("supervision", ["logits", "target_probs"])
@@ -93,6 +121,95 @@ def test_a_shard_describes_itself_without_its_stores_path(store: FeatureStore) -
     check_header(header, ref)
     assert store.uri not in "".join(header.metadata.values())
     assert ref_of(header, store.uri, "name") == ref
+    assert store.read_ref(key_of(ref)) == ref
+
+
+def test_a_key_without_a_shard_is_missing_and_one_that_cannot_be_is_refused(store: FeatureStore) -> None:
+    with pytest.raises(SampleMissing):
+        store.read_ref("00/a.1.safetensors")
+    with pytest.raises(StorageError):
+        store.read_ref("../a.1.safetensors")
+
+
+def test_the_digests_are_those_of_the_tensors_bytes(store: FeatureStore) -> None:
+    features = samples.tensors()
+    ref = store.put(samples.ref(features), features)
+    for name, tensor in features.items():
+        data = bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
+        assert ref.checksums[name] == xxhash.xxh3_128_hexdigest(data)
+
+
+@pytest.mark.parametrize("rows", ["all", "supervised"])
+@pytest.mark.parametrize("aux", ["same", "fp8"])
+def test_the_compact_form_comes_back_as_it_was_stored(store: FeatureStore, rows: str, aux: str) -> None:
+    features = samples.tensors(supervision="last_hidden_states")
+    stored = encode_compact(features, fp8_aux=aux == "fp8", supervised_rows=rows == "supervised")
+    ref = store.put(samples.ref(features), stored)
+    assert list(ref.checksums) == list(stored)
+    assert store.read_ref(key_of(ref)) == ref
+    found = store.get(ref)
+    assert set(found) == set(stored)
+    for name, tensor in stored.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_every_tensor_is_aligned(store: FeatureStore) -> None:
+    features = samples.tensors(batch=1, length=3)
+    ref = store.put(samples.ref(features), features)
+    for found in (store.get(ref), store.get(ref, BufferRing(1))):
+        assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
+
+
+def test_samples_read_into_a_ring_stay_as_they_are_as_long_as_anyone_holds_a_piece(store: FeatureStore) -> None:
+    refs = []
+    for number in range(4):
+        features = samples.tensors(seed=number)
+        refs.append(store.put(samples.ref(features, sample_id=f"a-{number}"), features))
+    ring = BufferRing(3)
+    held = [store.get(refs[0], ring)["aux_hidden_states"][:, 1:3], store.get(refs[1], ring)["loss_mask"][0]]
+    wanted = [tensor.clone() for tensor in held]
+    for turn in range(20):
+        number = turn % len(refs)
+        found = store.get(refs[number], ring)
+        assert torch.equal(found["aux_hidden_states"], samples.tensors(seed=number)["aux_hidden_states"])
+        del found
+        assert all(torch.equal(tensor, before) for tensor, before in zip(held, wanted, strict=True))
+    assert ring.held() == ["a-0", "a-1"]
+
+
+def test_a_sample_that_fails_keeps_no_buffer_even_while_its_error_is_kept(store: FeatureStore) -> None:
+    features = samples.tensors()
+    ref = store.put(samples.ref(features), features)
+    ring = BufferRing(1, deadline_s=0)
+    errors = []
+    for name in features:
+        with pytest.raises(SampleCorrupt) as caught:
+            store.get(replace(ref, checksums=ref.checksums | {name: "0" * 32}), ring)
+        errors.append(caught.value)
+    assert ring.held() == []
+    assert store.get(ref, ring).keys() == features.keys()
+
+
+@pytest.mark.parametrize("verify", ["sample", "never"])
+def test_what_is_not_verified_is_still_checked_against_its_header(
+    open_one: Callable[..., FeatureStore], verify: str
+) -> None:
+    store = open_one(verify=verify)
+    features = samples.tensors()
+    ref = store.put(samples.ref(features), features)
+    other = store.put(samples.ref(features, token=8), samples.tensors(seed=1))
+    with pytest.raises(SampleCorrupt, match="checksum of aux_hidden_states"):
+        store.get(replace(ref, feature_keys=other.feature_keys))
+    assert torch.equal(store.get(ref)["aux_hidden_states"], features["aux_hidden_states"])
+
+
+def test_nothing_is_left_to_sweep_after_whole_writes(store: FeatureStore) -> None:
+    features = samples.tensors()
+    store.put(samples.ref(features), features)
+    store.put_document("contract.json", b"{}")
+    assert store.sweep(0) == (0, 0)
+    assert len(list(store.scan())) == 1
 
 
 def test_a_scan_finds_whole_shards_and_nothing_else(store: FeatureStore) -> None:
@@ -112,6 +229,15 @@ def test_files_of_the_run_are_written_once(store: FeatureStore) -> None:
     assert store.has_document("contract.json") is True
 
 
+def test_a_file_of_the_run_that_was_deleted_is_gone_and_can_be_written_anew(store: FeatureStore) -> None:
+    assert store.delete_document("contract.json") is False
+    store.put_document("contract.json", b"one")
+    assert store.delete_document("contract.json") is True
+    assert store.get_document("contract.json") is None
+    assert store.put_document("contract.json", b"two") is True
+    assert store.get_document("contract.json") == b"two"
+
+
 def test_assets_keep_tensors_and_metadata(store: FeatureStore) -> None:
     assert store.get_assets("target_assets.safetensors") is None
     assert store.put_assets("target_assets.safetensors", {"w": torch.arange(6).reshape(2, 3)}, {"config": "{}"})
@@ -119,6 +245,7 @@ def test_assets_keep_tensors_and_metadata(store: FeatureStore) -> None:
     assert found is not None
     assert torch.equal(found[0]["w"], torch.arange(6).reshape(2, 3))
     assert found[1] == {"config": "{}"}
+    assert store.put_assets("target_assets.safetensors", {"w": torch.zeros(1)}, {}) is False
 
 
 def test_of_many_first_writers_exactly_one_wins(store: FeatureStore) -> None:
@@ -148,3 +275,22 @@ def test_a_shard_is_never_replaced(store: FeatureStore) -> None:
     with pytest.raises(StorageError):
         store.put(samples.ref(features), samples.tensors(seed=1))
     assert torch.equal(store.get(ref)["aux_hidden_states"], features["aux_hidden_states"])
+
+
+@pytest.mark.parametrize("durability", ["full", "data", "none"])
+def test_every_durability_stores_the_same(open_one: Callable[..., FeatureStore], durability: str) -> None:
+    store = open_one(durability=durability)
+    features = samples.tensors()
+    assert torch.equal(store.get(store.put(samples.ref(features), features))["input_ids"], features["input_ids"])
+
+
+def test_one_sample_in_sixteen_is_verified_by_the_middle_policy() -> None:
+    ids = [f"a-{number}" for number in range(16_000)]
+    assert 900 < sum(is_verified("sample", each) for each in ids) < 1100
+    assert all(is_verified("always", each) and not is_verified("never", each) for each in ids[:20])
+
+
+@pytest.mark.parametrize("uri", ["shm://", "shm://../x", "shm://a/b", "shm://.hidden", "ftp://x", "file://", ""])
+def test_an_impossible_address_is_a_configuration_error(uri: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(uri)

@@ -12,6 +12,7 @@ RETRYABLE = {
     "QueueFull",
     "QueueUnavailable",
     "SampleMissing",
+    "StorageError",
     "StoreFull",
     "TargetUnavailable",
 }
@@ -45,6 +46,7 @@ def test_a_message_says_what_whom_wanted_got_and_what_next() -> None:
         (errors.IdConflict("prompts", "a"), ["a:", "prompts"]),
         (errors.SampleMissing("a", "k"), ["a:", "k"]),
         (errors.StoreFull("s", num_bytes=5, free_bytes=3, reason="quota"), ["s:", "5", "3", "quota"]),
+        (errors.BuffersHeld(["a", "b"], num_buffers=2, waited_s=9), ["2 are held", "'a', 'b'", "9 s"]),
         (errors.NoProducers(num_prompts=3, grace_s=60), ["3 prompts", "60 s"]),
     ],
 )

@@ -1,20 +1,42 @@
 """Where tensors live: the store's interface, and how an address opens one."""
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from eaglefeed.errors import ConfigError
+from eaglefeed.errors import ConfigError, SampleCorrupt, StorageError
 from eaglefeed.schema.refs import SampleRef
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eaglefeed.storage.buffers import BufferRing
     from eaglefeed.storage.header import ShardHeader
 
-__all__ = ["FeatureStore", "StoreHealth", "StoredShard", "open_store", "shard_key"]
+__all__ = [
+    "ENDLESS",
+    "SHARD_KEY",
+    "Durability",
+    "FeatureStore",
+    "StoreHealth",
+    "StoredShard",
+    "Swept",
+    "Verify",
+    "check_document_name",
+    "is_verified",
+    "key_of",
+    "open_store",
+    "shard_key",
+]
 
+Durability = Literal["full", "data", "none"]
+Verify = Literal["always", "sample", "never"]
+
+_VERIFIED_SHARE = 16
+SHARD_KEY = re.compile(r"[0-9a-f]{2}/[A-Za-z0-9][A-Za-z0-9._-]*\.[0-9]+\.safetensors")
+_DOCUMENT = re.compile(r"[a-z][a-z0-9_]*\.(json|safetensors)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -25,6 +47,10 @@ class StoreHealth(NamedTuple):
     total_bytes: int
 
 
+ENDLESS = StoreHealth(sys.maxsize, sys.maxsize)
+"""Of a store without an end: above every bound in bytes, so that queue.high_bytes alone counts."""
+
+
 class StoredShard(NamedTuple):
     """One shard that a scan found; the time is seconds since the epoch."""
 
@@ -33,11 +59,52 @@ class StoredShard(NamedTuple):
     modified_s: float
 
 
+class Swept(NamedTuple):
+    """Leftovers of crashed writes: how many were removed, and how many could not be."""
+
+    removed: int = 0
+    stuck: int = 0
+
+
 def shard_key(sample_id: str, token: int) -> str:
     """The shard's key: its name holds the lease's token, so that two producers of one prompt never share a file."""
     import xxhash
 
     return f"{xxhash.xxh32_hexdigest(sample_id.encode())[:2]}/{sample_id}.{token}.safetensors"
+
+
+def key_of(ref: SampleRef) -> str:
+    """The one key of all features of a sample.
+
+    Raises:
+        SampleCorrupt: several keys, or one that `shard_key` could not have made.
+    """
+    keys = set(ref.feature_keys.values())
+    key = keys.pop() if len(keys) == 1 else ""
+    if not SHARD_KEY.fullmatch(key):
+        got = sorted(set(ref.feature_keys.values()))
+        wanted = "one key for all features, xx/<sample_id>.<token>.safetensors"
+        raise SampleCorrupt(ref.sample_id, "impossible key", wanted=wanted, got=got)
+    return key
+
+
+def check_document_name(name: str) -> None:
+    """Check the name of a file of the run.
+
+    Raises:
+        StorageError: not such a name.
+    """
+    if not _DOCUMENT.fullmatch(name):
+        raise StorageError("impossible name for a file of the run", subject=name, wanted=_DOCUMENT.pattern)
+
+
+def is_verified(verify: Verify, sample_id: str) -> bool:
+    """Whether a policy checks this sample's digests; the same answer in every process."""
+    import xxhash
+
+    return verify == "always" or (
+        verify == "sample" and xxhash.xxh3_64_intdigest(sample_id.encode()) % _VERIFIED_SHARE == 0
+    )
 
 
 class FeatureStore(ABC):
@@ -55,12 +122,21 @@ class FeatureStore(ABC):
         """
 
     @abstractmethod
-    def get(self, ref: SampleRef) -> dict[str, "Tensor"]:
-        """Read a sample, checked against its ref: size, specs, checksums.
+    def get(self, ref: SampleRef, ring: "BufferRing | None" = None) -> dict[str, "Tensor"]:
+        """Read what is stored of a sample, checked against its ref: size, specs, and digests by the store's policy.
+
+        Args:
+            ref: names it.
+            ring: whose buffer it is read into; else into fresh memory.
+
+        Returns:
+            Stored tensors: in the ref's feature order for schema version 1, else in the file's.
 
         Raises:
             SampleMissing: no such shard.
             SampleCorrupt: it is not what the ref promises.
+            BuffersHeld: no buffer of the ring came back in time.
+            StorageError: the read failed.
         """
 
     @abstractmethod
@@ -73,12 +149,33 @@ class FeatureStore(ABC):
         """
 
     @abstractmethod
+    def read_ref(self, key: str) -> SampleRef:
+        """The ref that the shard at `key` carries, store_uri, stored_bytes and checksums filled in; without torch.
+
+        Raises:
+            SampleMissing: no such shard.
+            SampleCorrupt: it has no readable header, or its ref is another shard's.
+        """
+
+    @abstractmethod
     def delete(self, ref: SampleRef) -> bool:
         """Remove a sample; False if it was gone already."""
 
     @abstractmethod
     def scan(self) -> Iterator[StoredShard]:
         """Every whole shard, in no particular order. Not for hot paths."""
+
+    @abstractmethod
+    def sweep(self, older_than_s: float, *, dry_run: bool = False) -> Swept:
+        """Remove what crashed writes left behind, never what a live process of this host still writes.
+
+        Args:
+            older_than_s: age at which a leftover of another host counts as one; of a dead process here it does at once.
+            dry_run: only count.
+
+        Returns:
+            How many there were; one that cannot be removed does not keep the others.
+        """
 
     @abstractmethod
     def health(self) -> StoreHealth:
@@ -96,33 +193,35 @@ class FeatureStore(ABC):
     def has_document(self, name: str) -> bool:
         """Whether a file of the run is there."""
 
+    @abstractmethod
+    def delete_document(self, name: str) -> bool:
+        """Remove a file of the run; False if it was gone."""
+
+    @abstractmethod
     def put_assets(self, name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> bool:
         """Write a safetensors file of the run beside the shards, whole, unless it is there; False if it was."""
-        import safetensors.torch
 
-        return self.put_document(name, safetensors.torch.save(dict(tensors), metadata=dict(metadata)))
-
+    @abstractmethod
     def get_assets(self, name: str) -> "tuple[dict[str, Tensor], dict[str, str]] | None":
         """Read tensors and metadata of a safetensors file of the run; None if it is not there.
 
         Raises:
-            SampleCorrupt: it is no safetensors file.
+            SampleCorrupt: it is not one that `put_assets` wrote, or damaged.
         """
-        from eaglefeed.storage.header import parse_header
-        from eaglefeed.storage.shard import decode_tensors
-
-        data = self.get_document(name)
-        if data is None:
-            return None
-        return decode_tensors(bytearray(data), name), dict(parse_header(data, len(data), name).metadata)
 
     def close(self) -> None:
         """Give back what the store holds."""
         return
 
 
-def open_store(uri: str) -> FeatureStore:
-    """Open the store at `uri`: mem://name, file:///folder, or a plain path.
+def open_store(uri: str, *, durability: Durability = "full", verify: Verify = "always") -> FeatureStore:
+    """Open the store at `uri`: mem://name, file:///folder or a plain path, shm://name, s3://bucket/prefix.
+
+    Args:
+        uri: where it lies.
+        durability: what outlives a power cut once `put` has returned. full: the shard and its name; data: the shard's
+            bytes; none: neither, the kernel writes them when it likes. For folders.
+        verify: whose digests `get` checks: every shard's, 1 in 16, or none.
 
     Raises:
         ConfigError: no such kind of store.
@@ -132,9 +231,25 @@ def open_store(uri: str) -> FeatureStore:
     if scheme == "file" and rest:
         from eaglefeed.storage.shared_dir import SharedDirStore
 
-        return SharedDirStore(rest)
+        return SharedDirStore(rest, durability=durability, verify=verify)
+    if scheme == "shm":
+        from eaglefeed.storage.shared_dir import SharedDirStore
+
+        return SharedDirStore.in_memory(rest, verify=verify)
     if scheme == "mem":
         from eaglefeed.storage.memory import MemoryStore
 
-        return MemoryStore.named(rest)
-    raise ConfigError("no such kind of store", subject=uri, wanted="file:///folder, a folder's path or mem://name")
+        return MemoryStore.named(rest, verify=verify)
+    if scheme == "s3":
+        return _object_store(uri, verify)
+    wanted = "file:///folder, a folder's path, shm://name, s3://bucket/prefix or mem://name"
+    raise ConfigError("no such kind of store", subject=uri, wanted=wanted)
+
+
+def _object_store(uri: str, verify: Verify) -> FeatureStore:
+    try:
+        from eaglefeed.storage.object_store import ObjectStore
+    except ModuleNotFoundError as error:
+        fix = "pip install 'eaglefeed[object]'"
+        raise ConfigError("a package is missing", subject=uri, wanted=error.name, fix=fix) from None
+    return ObjectStore(uri, verify=verify)

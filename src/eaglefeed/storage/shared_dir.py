@@ -1,249 +1,213 @@
-"""file:// : a folder that producers and trainers share.
+"""file:// : a folder that producers and trainers share. shm:// : the same in this host's memory, under /dev/shm.
 
 root/contract.json  root/target_assets.safetensors     files of the run
 root/3f/<sample_id>.<token>.safetensors                 shards, fanned out over 256 folders
-root/3f/.tmp-<host>-<pid>-…                             a write in progress, or what a crash left of one
+root/3f/.tmp-<host>-<pid>-<process start>-<rand>        a write in progress, or what a crash left of one
 """
 
-import contextlib
-import errno
 import os
 import re
-import secrets
-import socket
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from eaglefeed.errors import ConfigError, SampleCorrupt, SampleMissing, StorageError, StoreFull
+from eaglefeed.clock import SYSTEM_CLOCK, Clock
+from eaglefeed.errors import ConfigError, SampleCorrupt, SampleMissing, StorageError
 from eaglefeed.schema.refs import SampleRef
-from eaglefeed.storage.base import FeatureStore, StoredShard, StoreHealth
-from eaglefeed.storage.header import HEADER_READ_BYTES, ShardHeader, parse_header
+from eaglefeed.storage import files
+from eaglefeed.storage.base import (
+    SHARD_KEY,
+    Durability,
+    FeatureStore,
+    StoredShard,
+    StoreHealth,
+    Swept,
+    Verify,
+    check_document_name,
+    key_of,
+)
+from eaglefeed.storage.folder import RootFolder
+from eaglefeed.storage.header import ShardHeader, keyed_ref
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eaglefeed.storage.buffers import BufferRing
+
 __all__ = ["SharedDirStore"]
 
-_KEY = re.compile(r"[0-9a-f]{2}/[A-Za-z0-9][A-Za-z0-9._-]*\.[0-9]+\.safetensors")
-_DOCUMENT = re.compile(r"[a-z][a-z0-9_]*\.(json|safetensors)")
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_HOST = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+T = TypeVar("T")
+
+_SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SHM_ROOT = Path("/dev/shm/eaglefeed")  # noqa: S108  (what shm:// is)
 
 
 class SharedDirStore(FeatureStore):
-    """Shards as files below one root; symbolic links below it are never followed.
+    """Shards as files below one root.
+
+    Args:
+        root: the folder.
+        durability: what `put` waits for; see open_store.
+        verify: whose digests `get` checks.
+        clock: tells the age of leftovers.
 
     Raises:
         ConfigError: the folder cannot be made or opened.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        durability: Durability = "full",
+        verify: Verify = "always",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.root = Path(root).expanduser().absolute()
         self.uri = f"file://{self.root}"
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError("cannot be used as a store", subject=str(self.root), got=error.strerror) from None
+        self._durability, self._verify, self._clock = durability, verify, clock
+        self._folder = RootFolder(self.root, durability)
+
+    @classmethod
+    def in_memory(cls, name: str, *, verify: Verify = "always") -> "SharedDirStore":
+        """The store shm://name, which processes of this host share until its next boot.
+
+        Raises:
+            ConfigError: an impossible name, or there is no /dev/shm.
+        """
+        if not _SHM_NAME.fullmatch(name):
+            raise ConfigError("impossible name", subject=f"shm://{name}", wanted=_SHM_NAME.pattern)
+        store = cls(_SHM_ROOT / name, durability="none", verify=verify)
+        if not store._folder.in_memory:
+            raise ConfigError("no memory file system", subject=str(_SHM_ROOT.parent), fix="use file:// instead")
+        store.uri = f"shm://{name}"
+        return store
 
     def put(self, ref: SampleRef, tensors: Mapping[str, "Tensor"]) -> SampleRef:
-        """See FeatureStore.put; whole and on disk (file and folder synced) when it returns."""
-        from eaglefeed.storage.shard import encode_shard
+        """See FeatureStore.put."""
+        from eaglefeed.storage.shard import ShardWriter
 
-        folder, name = self._split(ref)
-        ref, data = encode_shard(replace(ref, store_uri=self.uri), tensors)
-        with self._translated(ref.sample_id, len(data)), self._folder(folder, create=True) as folder_fd:
-            if not self._write_once(folder_fd, name, data):
-                raise StorageError("written before, shards are never replaced", subject=ref.sample_id, got=name)
-        return ref
+        folder, name = _split(key_of(ref))
+        writer = ShardWriter(replace(ref, store_uri=self.uri), tensors)
+        write = partial(files.write_tensors, writer=writer, durability=self._durability)
+        if not self._folder.write_once(folder, name, write, writer.file_bytes):
+            raise StorageError("written before, shards are never replaced", subject=ref.sample_id, got=name)
+        return writer.finish()[0]
 
-    def get(self, ref: SampleRef) -> dict[str, "Tensor"]:
+    def get(self, ref: SampleRef, ring: "BufferRing | None" = None) -> dict[str, "Tensor"]:
         """See FeatureStore.get."""
-        from eaglefeed.storage.shard import decode_shard
+        from eaglefeed.storage.buffers import memory_for
+        from eaglefeed.storage.shard import ShardReader
 
-        return decode_shard(ref, self._read_shard(ref))
-
-    def header(self, ref: SampleRef) -> ShardHeader:
-        """See FeatureStore.header."""
-        folder, name = self._split(ref)
-        with self._opened(folder, name, ref.sample_id) as fd:
-            return parse_header(os.pread(fd, HEADER_READ_BYTES, 0), os.fstat(fd).st_size, ref.sample_id)
-
-    def delete(self, ref: SampleRef) -> bool:
-        """See FeatureStore.delete."""
-        folder, name = self._split(ref)
-        try:
-            with self._folder(folder) as folder_fd:
-                os.unlink(name, dir_fd=folder_fd)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise self._failed(ref.sample_id, "cannot be deleted", error) from None
-        return True
-
-    def scan(self) -> Iterator[StoredShard]:
-        """See FeatureStore.scan."""
-        for folder in sorted(os.listdir(self._root_fd)):
-            if not re.fullmatch(r"[0-9a-f]{2}", folder):
-                continue
-            with self._folder(folder) as folder_fd:
-                for name in sorted(os.listdir(folder_fd)):
-                    if not _KEY.fullmatch(f"{folder}/{name}"):
-                        continue
-                    with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
-                        info = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-                        if stat.S_ISREG(info.st_mode):
-                            yield StoredShard(f"{folder}/{name}", info.st_size, info.st_mtime)
-
-    def health(self) -> StoreHealth:
-        """See FeatureStore.health."""
-        info = os.statvfs(self._root_fd)
-        return StoreHealth(info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
-
-    def put_document(self, name: str, data: bytes) -> bool:
-        """See FeatureStore.put_document."""
-        self._check_document(name)
-        with self._translated(name, len(data)):
-            return self._write_once(self._root_fd, name, data)
-
-    def get_document(self, name: str) -> bytes | None:
-        """See FeatureStore.get_document."""
-        self._check_document(name)
-        try:
-            fd = os.open(name, _READ_FLAGS, dir_fd=self._root_fd)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._failed(name, "cannot be read", error) from None
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
-
-    def has_document(self, name: str) -> bool:
-        """See FeatureStore.has_document."""
-        self._check_document(name)
-        return name in os.listdir(self._root_fd)
-
-    def close(self) -> None:
-        """Close the root's handle."""
-        if self._root_fd >= 0:
-            os.close(self._root_fd)
-            self._root_fd = -1
-
-    def _split(self, ref: SampleRef) -> tuple[str, str]:
-        keys = set(ref.feature_keys.values())
-        key = keys.pop() if len(keys) == 1 else ""
-        if not _KEY.fullmatch(key):
-            got = sorted(set(ref.feature_keys.values()))
-            wanted = "one key for all features, xx/<sample_id>.<token>.safetensors"
-            raise SampleCorrupt(ref.sample_id, "impossible key", wanted=wanted, got=got)
-        folder, _, name = key.partition("/")
-        return folder, name
-
-    def _check_document(self, name: str) -> None:
-        if not _DOCUMENT.fullmatch(name):
-            raise StorageError("impossible name for a file of the run", subject=name, wanted=_DOCUMENT.pattern)
-
-    @contextlib.contextmanager
-    def _folder(self, name: str, *, create: bool = False) -> Iterator[int]:
-        if create:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o777, dir_fd=self._root_fd)
-                os.fsync(self._root_fd)
-        fd = os.open(name, _DIR_FLAGS, dir_fd=self._root_fd)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-
-    @contextlib.contextmanager
-    def _opened(self, folder: str, name: str, sample_id: str) -> Iterator[int]:
-        try:
-            with self._folder(folder) as folder_fd:
-                fd = os.open(name, _READ_FLAGS, dir_fd=folder_fd)
-        except FileNotFoundError:
-            raise SampleMissing(sample_id, f"{folder}/{name}") from None
-        except OSError as error:
-            raise self._failed(sample_id, f"{folder}/{name} cannot be opened as uid {os.getuid()}", error) from None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise SampleCorrupt(sample_id, "no regular file", got=f"{folder}/{name}")
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _read_shard(self, ref: SampleRef) -> bytearray:
-        folder, name = self._split(ref)
-        with self._opened(folder, name, ref.sample_id) as fd:
+        with self._folder.reading(*_split(key_of(ref)), ref.sample_id) as fd:
             size = os.fstat(fd).st_size
             if size != ref.stored_bytes:
                 what = "shard of another size"
                 raise SampleCorrupt(ref.sample_id, what, wanted=f"{ref.stored_bytes} bytes", got=size)
-            data = bytearray(size)
+            header = files.read_header(fd, size, ref.sample_id)
+            memory = memory_for(size - header.data_start, ring, ref.sample_id)
             try:
-                done = _read_into(fd, memoryview(data))
-            except OSError as error:
-                raise self._failed(ref.sample_id, f"{folder}/{name} cannot be read", error) from None
-        if done != size:
-            raise SampleCorrupt(ref.sample_id, "cut short while it was read", wanted=f"{size} bytes", got=done)
-        return data
+                return files.read_tensors(fd, header, memory, ShardReader(ref, header, memory, self._verify))
+            except BaseException:
+                memory.release()  # or whoever keeps the error would keep a buffer of the ring
+                raise
 
-    def _write_once(self, folder_fd: int, name: str, data: bytes) -> bool:
-        """Write a file whole and synced, unless there is one of that name."""
-        with self._temporary(folder_fd, data) as temporary:
-            try:  # link, unlike rename, never replaces what another process wrote first
-                os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-            except FileExistsError:
-                return False
-        os.fsync(folder_fd)
-        return True
+    def header(self, ref: SampleRef) -> ShardHeader:
+        """See FeatureStore.header."""
+        with self._folder.reading(*_split(key_of(ref)), ref.sample_id) as fd:
+            return files.read_header(fd, os.fstat(fd).st_size, ref.sample_id)
 
-    @contextlib.contextmanager
-    def _temporary(self, folder_fd: int, data: bytes) -> Iterator[str]:
-        name = f".tmp-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(name, _NEW_FLAGS, 0o666, dir_fd=folder_fd)
+    def read_ref(self, key: str) -> SampleRef:
+        """See FeatureStore.read_ref."""
+        if not SHARD_KEY.fullmatch(key):
+            raise SampleCorrupt(key, "impossible key", wanted="xx/<sample_id>.<token>.safetensors")
+        with self._folder.reading(*_split(key), key) as fd:
+            return keyed_ref(files.read_header(fd, os.fstat(fd).st_size, key), self.uri, key)
+
+    def delete(self, ref: SampleRef) -> bool:
+        """See FeatureStore.delete."""
+        return self._folder.remove(*_split(key_of(ref)), ref.sample_id)
+
+    def scan(self) -> Iterator[StoredShard]:
+        """See FeatureStore.scan."""
+        for folder in self._folder.folders():
+            for name, info in self._folder.regular_files(folder, SHARD_KEY):
+                yield StoredShard(f"{folder}/{name}", info.st_size, info.st_mtime)
+
+    def sweep(self, older_than_s: float, *, dry_run: bool = False) -> Swept:
+        """See FeatureStore.sweep."""
+        now_s = self._clock.time()
+        folders = [".", *self._folder.folders()]
+        swept = [self._folder.remove_leftovers(folder, older_than_s, now_s, dry_run=dry_run) for folder in folders]
+        return Swept(sum(each.removed for each in swept), sum(each.stuck for each in swept))
+
+    def health(self) -> StoreHealth:
+        """See FeatureStore.health."""
+        return self._folder.health()
+
+    def put_document(self, name: str, data: bytes) -> bool:
+        """See FeatureStore.put_document."""
+        return self._put_file_of_run(name, lambda fd: files.write_at(fd, data, 0), len(data))
+
+    def get_document(self, name: str) -> bytes | None:
+        """See FeatureStore.get_document."""
+        return self._get_file_of_run(name, _read_all)
+
+    def has_document(self, name: str) -> bool:
+        """See FeatureStore.has_document."""
+        check_document_name(name)
+        return name in self._folder.names(".")
+
+    def delete_document(self, name: str) -> bool:
+        """See FeatureStore.delete_document."""
+        check_document_name(name)
+        return self._folder.remove(".", name, name)
+
+    def put_assets(self, name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> bool:
+        """See FeatureStore.put_assets."""
+        from eaglefeed.storage.shard import TensorWriter
+
+        writer = TensorWriter(tensors, metadata)
+        write = partial(files.write_tensors, writer=writer, durability=self._durability)
+        return self._put_file_of_run(name, write, writer.file_bytes)
+
+    def get_assets(self, name: str) -> "tuple[dict[str, Tensor], dict[str, str]] | None":
+        """See FeatureStore.get_assets."""
+        return self._get_file_of_run(name, lambda fd: _read_assets(fd, name))
+
+    def close(self) -> None:
+        """Close the root's handle."""
+        self._folder.close()
+
+    def _put_file_of_run(self, name: str, write: Callable[[int], None], num_bytes: int) -> bool:
+        check_document_name(name)
+        return self._folder.write_once(".", name, write, num_bytes)
+
+    def _get_file_of_run(self, name: str, read: Callable[[int], T]) -> T | None:
+        check_document_name(name)
         try:
-            try:
-                _write_all(fd, memoryview(data))
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            yield name
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder_fd)
-
-    @contextlib.contextmanager
-    def _translated(self, subject: str, num_bytes: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                free = self.health().free_bytes
-                reason = os.strerror(error.errno)
-                raise StoreFull(self.uri, num_bytes=num_bytes, free_bytes=free, reason=reason) from None
-            raise self._failed(subject, "cannot be written", error) from None
-
-    def _failed(self, subject: str, what: str, error: OSError) -> StorageError:
-        fix = "check the folder's owner, mode and file system"
-        return StorageError(f"{what} in {self.root}", subject=subject, got=error.strerror, fix=fix)
+            with self._folder.reading(".", name, name) as fd:
+                return read(fd)
+        except SampleMissing:
+            return None
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def _split(key: str) -> tuple[str, str]:
+    folder, _, name = key.partition("/")
+    return folder, name
 
 
-def _read_into(fd: int, data: memoryview) -> int:
-    done = 0
-    while done < len(data):
-        got = os.preadv(fd, [data[done : done + 8 * 2**20]], done)
-        if not got:
-            break
-        done += got
-    return done
+def _read_all(fd: int) -> bytes:
+    with os.fdopen(fd, "rb", closefd=False) as file:
+        return file.read()
+
+
+def _read_assets(fd: int, name: str) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    from eaglefeed.storage.buffers import fresh_memory
+    from eaglefeed.storage.shard import TensorReader, texts_of
+
+    header = files.read_header(fd, os.fstat(fd).st_size, name)
+    memory = fresh_memory(header.file_bytes - header.data_start)
+    return files.read_tensors(fd, header, memory, TensorReader(header, memory, name)), texts_of(header)
