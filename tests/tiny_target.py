@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -78,6 +79,34 @@ def tiny_sizes(**changes: Any) -> dict[str, Any]:
         "eos_token_id": 2,
     }
     return sizes | changes
+
+
+HEAD_DIM = {"head_dim": 8}
+LAYOUTS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**tiny_sizes()),
+    "qwen2": lambda: hf.Qwen2Config(**tiny_sizes()),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **tiny_sizes(), **HEAD_DIM, num_experts=7, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "mistral": lambda: hf.MistralConfig(**tiny_sizes(), sliding_window=4),
+    "gemma2": lambda: hf.Gemma2Config(**tiny_sizes(), **HEAD_DIM, sliding_window=4, final_logit_softcapping=2.0),
+    "phi": lambda: hf.PhiConfig(**tiny_sizes(num_key_value_heads=4)),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=7, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+    ),
+    "cohere": lambda: hf.CohereConfig(**tiny_sizes(), logit_scale=0.25),
+    "granite": lambda: hf.GraniteConfig(**tiny_sizes(), logits_scaling=3.0),
+}
+"""Configurations of many kinds of targets, by name."""
+
+
+class Louder(hf.LlamaForCausalLM):
+    """Does more to its logits than a configuration says."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        result = super().forward(*args, **options)
+        result.logits = result.logits * 1.5
+        return result
 
 
 def turns(*contents: str, first: str = "user") -> list[dict[str, Any]]:

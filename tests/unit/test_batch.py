@@ -21,11 +21,20 @@ def test_packing_features_come_last() -> None:
     assert list(batch.to_trainer_inputs())[-3:] == list(packing)
 
 
-@pytest.mark.parametrize("change", ["both", "neither", "half", "packing"])
+def test_last_hidden_states_are_an_encoding_that_no_draft_reads() -> None:
+    batch = Eagle3TargetBatch(**samples.tensors(supervision="last_hidden_states"), sample_ids=("a",))
+    assert list(batch.tensors())[-2:] == ["last_hidden_states", "target_argmax"]
+    with pytest.raises(SchemaError, match="a: a draft does not read last hidden states; expand them"):
+        batch.to_trainer_inputs()
+
+
+@pytest.mark.parametrize("change", ["both", "compact", "neither", "half", "packing"])
 def test_exactly_one_encoding_and_whole_packing(change: str) -> None:
     features = samples.tensors()
     if change == "both":
         features |= samples.tensors(supervision="logits")
+    elif change == "compact":
+        features |= samples.tensors(supervision="last_hidden_states")
     elif change == "neither":
         del features["target_probs"], features["position_mask"]
     elif change == "half":

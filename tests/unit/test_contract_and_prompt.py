@@ -1,3 +1,5 @@
+import json
+
 import msgpack
 import pytest
 from pydantic import ValidationError
@@ -42,10 +44,44 @@ def test_a_contract_survives_its_file() -> None:
 
 @pytest.mark.parametrize("field", ["target_fingerprint", "dtype", "supervision", "tokenizer_fingerprint"])
 def test_every_differing_field_is_named_with_both_values(field: str) -> None:
-    other = _contract(**{field: "other"})
+    value = "target_probs" if field == "supervision" else "other"
+    other = _contract(**{field: value})
     assert other.id != _contract().id
-    with pytest.raises(ContractMismatch, match=rf"wanted {field}=\S+, got {field}=other"):
+    with pytest.raises(ContractMismatch, match=rf"wanted {field}=\S+, got {field}={value}"):
         _contract().require(other, "producer p")
+
+
+COMPACT = {"supervision": "last_hidden_states", "head_digest": "d", "schema_version": 2}
+
+
+@pytest.mark.parametrize(("field", "value"), [("aux_storage", "fp8"), ("supervision_rows", "supervised")])
+def test_the_options_of_compact_samples_are_part_of_the_contract(field: str, value: str) -> None:
+    plain, other = _contract(**COMPACT), _contract(**COMPACT, **{field: value})
+    assert RunContract.from_json(other.to_json()) == other
+    assert other.id != plain.id
+    with pytest.raises(ContractMismatch, match=rf"wanted {field}=\w+, got {field}={value}"):
+        plain.require(other, "producer p")
+    with pytest.raises(ContractMismatch, match="wanted head_digest=d, got head_digest=e"):
+        plain.require(_contract(**COMPACT | {"head_digest": "e"}), "producer p")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"aux_storage": "fp8"}, "aux_storage and supervision_rows go with last_hidden_states"),
+        ({"supervision_rows": "supervised"}, "aux_storage and supervision_rows go with last_hidden_states"),
+        ({"head_digest": "d"}, "head_digest goes with last_hidden_states"),
+        ({"schema_version": 2}, "logits are of schema version 1, not 2"),
+        (COMPACT | {"schema_version": 1}, "last_hidden_states are of schema version 2, not 1"),
+        (COMPACT | {"head_digest": ""}, "head_digest goes with last_hidden_states"),
+        (COMPACT | {"aux_storage": "int8"}, "aux_storage"),
+        (COMPACT | {"supervision_rows": "some"}, "supervision_rows"),
+    ],
+)
+def test_a_contract_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
+    fields = json.loads(_contract().to_json()) | changes
+    with pytest.raises(SchemaError, match=message):
+        RunContract.from_json(json.dumps(fields).encode())
 
 
 def test_an_equal_contract_is_accepted() -> None:

@@ -12,23 +12,8 @@ from eaglefeed.errors import SchemaError, TargetMismatch
 from eaglefeed.producer.target import HFEagle3TargetModel, _decoder_layers
 from eaglefeed.schema.refs import FeatureSpec
 from eaglefeed.schema.values import validate_eagle3_tensors
-from tiny_target import tiny_model, tiny_sizes
+from tiny_target import LAYOUTS, Louder, tiny_model, tiny_sizes
 
-HEAD_DIM = {"head_dim": 8}
-LAYOUTS: dict[str, Any] = {
-    "llama": lambda: hf.LlamaConfig(**tiny_sizes()),
-    "qwen2": lambda: hf.Qwen2Config(**tiny_sizes()),
-    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
-        **tiny_sizes(), **HEAD_DIM, num_experts=7, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-    "mistral": lambda: hf.MistralConfig(**tiny_sizes(), sliding_window=4),
-    "gemma2": lambda: hf.Gemma2Config(**tiny_sizes(), **HEAD_DIM, sliding_window=4, final_logit_softcapping=2.0),
-    "phi": lambda: hf.PhiConfig(**tiny_sizes(num_key_value_heads=4)),
-    "gpt2": lambda: hf.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=7, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
-    ),
-    "cohere": lambda: hf.CohereConfig(**tiny_sizes(), logit_scale=0.25),
-}
 AUX = (4, 0, 2)
 IDS = torch.tensor([[5, 9, 33, 2, 60, 7, 7, 1, 12], [8, 3, 50, 4, 0, 0, 0, 0, 0]])
 LENGTHS = (9, 4)
@@ -69,8 +54,13 @@ def test_aux_states_are_layer_outputs_and_logits_the_models_own_shifted_by_one(t
         assert not batch.logits[row, length - 1 :].any()
 
 
-def test_logits_are_made_in_chunks_wherever_head_and_softcap_make_them(target: HFEagle3TargetModel):
-    assert target._head_alone == (target.model.config.model_type != "cohere")  # which scales its logits
+def test_logits_are_made_in_chunks_wherever_head_scale_and_softcap_make_them(target: HFEagle3TargetModel):
+    assert target._head_alone
+    louder = Louder(LAYOUTS["llama"]()).eval()
+    loud = HFEagle3TargetModel(louder, AUX)
+    assert not loud._head_alone
+    with torch.no_grad():
+        close(loud.generate_batch(IDS, REAL, LOSS).logits[0, :8], louder(IDS[:1]).logits[0, 1:])
 
 
 def test_lists_inside_a_layer_are_not_taken_for_the_layers():
@@ -124,7 +114,7 @@ def test_draft_vocabulary_supervision_is_made_of_the_full_logits():
 
 def test_long_rows_are_filled_over_more_than_one_chunk(llama: HFEagle3TargetModel, monkeypatch: pytest.MonkeyPatch):
     whole = llama.generate_batch(IDS, REAL, LOSS).logits
-    monkeypatch.setattr("eaglefeed.producer.target._CHUNK_TOKENS", 3)
+    monkeypatch.setattr("eaglefeed.producer.supervision._CHUNK_TOKENS", 3)
     close(llama.generate_batch(IDS, REAL, LOSS).logits, whole)
 
 
@@ -262,7 +252,8 @@ def test_the_assets_rebuild_the_logits(target: HFEagle3TargetModel):
         logits = last @ tensors["lm_head.weight"].T + tensors.get("lm_head.bias", torch.zeros(64))
         cap = metadata["final_logit_softcapping"]
         logits = torch.tanh(logits / float(cap)) * float(cap) if cap else logits
-        close(logits * getattr(model.config, "logit_scale", 1.0), model(IDS[:1]).logits)
+        logits = logits * float(metadata["logit_scale"] or 1) / float(metadata["logits_scaling"] or 1)
+        close(logits, model(IDS[:1]).logits)
     assert tensors["embed_tokens.weight"].shape == (64, 32)
     assert tensors["norm.weight"].shape == (32,)
     assert json.loads(metadata["config"])["model_type"] == model.config.model_type

@@ -26,17 +26,21 @@ def sample(encoding: str = "logits", dtype: torch.dtype = torch.float32) -> dict
     values = torch.randn(2, 4, 9, generator=generator) * 3
     if encoding == "logits":
         return tensors | {"logits": (values * next_real).to(dtype)}
+    if encoding == "last_hidden_states":
+        best = (values.argmax(-1) * next_real[..., 0]).int()
+        return tensors | {"last_hidden_states": (values[..., :4] * next_real).to(dtype), "target_argmax": best}
     probs = (values.softmax(-1) * next_real).to(dtype)
     return tensors | {"target_probs": probs, "position_mask": loss.bool()[..., None].clone()}
 
 
 def check(tensors: dict[str, torch.Tensor], vocab_size: int | None = 9) -> None:
     specs = {name: FeatureSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
-    validate_eagle3_specs(specs)
+    if "target_argmax" not in specs:
+        validate_eagle3_specs(specs)
     validate_eagle3_tensors(tensors, specs, sample_id="s1", vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize("encoding", ["logits", "target_probs"])
+@pytest.mark.parametrize("encoding", ["logits", "target_probs", "last_hidden_states"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_good_sample_passes(encoding: str, dtype: torch.dtype):
     check(sample(encoding, dtype))
@@ -89,6 +93,27 @@ def test_wrong_probabilities_are_refused_with_their_place(
         check(tensors)
 
 
+@pytest.mark.parametrize(
+    ("feature", "position", "value", "message"),
+    [
+        ("last_hidden_states", (0, 1, 3), NAN, r"last_hidden_states: not finite.*\[0, 1, 3\]: nan"),
+        ("last_hidden_states", (1, 0, 0), INF, r"last_hidden_states: not finite.*\[1, 0, 0\]: inf"),
+        ("last_hidden_states", (0, 3, 2), 1.0, r"last_hidden_states: not zero beyond.*\[0, 3\]"),
+        ("last_hidden_states", (1, 1, 2), 1.0, r"last_hidden_states: not zero beyond.*\[1, 1\]"),
+        ("target_argmax", (0, 0), 9, r"target_argmax: not from 0 to 8.*\[0, 0\]: 9"),
+        ("target_argmax", (0, 1), -1, r"target_argmax: not from 0 to 8.*\[0, 1\]: -1"),
+        ("target_argmax", (1, 2), 3, r"target_argmax: not zero beyond.*\[1, 2\]"),
+    ],
+)
+def test_wrong_compact_supervision_is_refused_with_its_place(
+    feature: str, position: tuple[int, ...], value: float, message: str
+):
+    tensors = sample("last_hidden_states")
+    tensors[feature][position] = value
+    with pytest.raises(SampleCorrupt, match="s1: " + message):
+        check(tensors)
+
+
 def test_a_banned_token_is_no_fault():
     tensors = sample()
     tensors["logits"][0, 1, 4] = -INF
@@ -99,6 +124,11 @@ def test_ids_are_checked_against_the_narrower_of_head_and_vocabulary():
     with pytest.raises(SampleCorrupt, match="input_ids: not from 0 to 6"):
         check(sample(), vocab_size=7)
     check(sample(), vocab_size=None)
+    check(sample("last_hidden_states"), vocab_size=None)
+    compact = sample("last_hidden_states")
+    compact["target_argmax"][0, 2] = -1
+    with pytest.raises(SampleCorrupt, match=r"target_argmax: not from 0 to .* 1 such, the first at \[0, 2\]: -1"):
+        check(compact, vocab_size=None)
 
 
 def test_tensors_that_are_not_what_the_ref_says_are_refused():

@@ -11,7 +11,7 @@ from eaglefeed.schema.refs import DTYPE_BYTES
 if TYPE_CHECKING:
     from eaglefeed.schema.prompt import Prompt
 
-__all__ = ["TargetSizes", "sample_bytes", "target_sizes"]
+__all__ = ["Encoding", "TargetSizes", "sample_bytes", "target_sizes"]
 
 
 class TargetSizes(NamedTuple):
@@ -21,6 +21,15 @@ class TargetSizes(NamedTuple):
     vocab_size: int
     num_layers: int
     max_positions: int | None
+
+
+class Encoding(NamedTuple):
+    """How samples are stored: the RunContract's options of these names, and D (of target_probs alone)."""
+
+    supervision: str
+    aux_storage: str = "same"
+    supervision_rows: str = "all"
+    draft_vocab_size: int = 0
 
 
 def target_sizes(name: str, cache_dir: Path | None = None, *, trust_remote_code: bool = False) -> TargetSizes:
@@ -41,18 +50,31 @@ def target_sizes(name: str, cache_dir: Path | None = None, *, trust_remote_code:
     return TargetSizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, longest)
 
 
-def sample_bytes(prompt: "Prompt", sizes: TargetSizes, *, dtype: str, draft_vocab_size: int | None) -> int:
-    """Bytes of the tensors that a prompt becomes.
+def sample_bytes(prompt: "Prompt", sizes: TargetSizes, encoding: Encoding, *, dtype: str) -> int:
+    """Bytes of the tensors that are stored of a prompt.
 
     Args:
         prompt: the work item.
         sizes: of the target.
+        encoding: how its samples are stored.
         dtype: of the target's states and logits.
-        draft_vocab_size: D for target_probs; None for full logits.
     """
     positions = len(prompt.rows) * max(len(row.input_ids) for row in prompt.rows)
-    aux = NUM_AUX_LAYERS * sizes.hidden_size * DTYPE_BYTES[dtype]
+    aux = NUM_AUX_LAYERS * sizes.hidden_size
+    aux_bytes = aux * DTYPE_BYTES[dtype]
+    if encoding.aux_storage == "fp8":
+        aux_bytes = aux * DTYPE_BYTES["float8_e4m3fn"] + DTYPE_BYTES["float32"]
+    rows = positions
+    if encoding.supervision_rows == "supervised":
+        rows = sum(sum(row.loss_mask[1:]) for row in prompt.rows)  # shifted: the first token is nobody's next
     ids_and_masks = 3 * DTYPE_BYTES["int64"]
-    logits = sizes.vocab_size * DTYPE_BYTES[dtype]
-    probs = (draft_vocab_size or 0) * DTYPE_BYTES[dtype] + DTYPE_BYTES["bool"]
-    return positions * (aux + ids_and_masks + (logits if draft_vocab_size is None else probs))
+    return positions * (aux_bytes + ids_and_masks) + rows * _supervision_bytes(sizes, encoding, DTYPE_BYTES[dtype])
+
+
+def _supervision_bytes(sizes: TargetSizes, encoding: Encoding, itemsize: int) -> int:
+    """Bytes of one position's supervision."""
+    return {
+        "logits": sizes.vocab_size * itemsize,
+        "target_probs": encoding.draft_vocab_size * itemsize + DTYPE_BYTES["bool"],
+        "last_hidden_states": sizes.hidden_size * itemsize + DTYPE_BYTES["int32"],
+    }[encoding.supervision]

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from eaglefeed.errors import SchemaError, TargetMismatch
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.rows import check_packing, right_padded
+from eaglefeed.producer.supervision import compact_supervision, draft_supervision, logits_supervision
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch, EmbeddingHolder
 from eaglefeed.schema.eagle3 import NUM_AUX_LAYERS, default_aux_layer_ids, validate_eagle3_packing_inputs
+from eaglefeed.schema.head import LogitRule, head_digest
 from eaglefeed.schema.values import shift_left
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["HFEagle3TargetModel"]
 
-_CHUNK_TOKENS = 256
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 _log = get_logger(__name__)
 
@@ -33,26 +34,37 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
     """Runs a model, takes the outputs of three decoder layers and the logits, and lays them out as the contract says.
 
     Without a vocabulary map the supervision is `logits` in the model's dtype. With one it is `target_probs` (a float32
-    softmax over the draft vocabulary, stored in the model's dtype) and `position_mask`.
+    softmax over the draft vocabulary, stored in the model's dtype) and `position_mask`. With `compact` it is
+    `last_hidden_states` and `target_argmax`, for any vocabulary map: it is the consumer that projects.
 
     Args:
         model: any causal language model of transformers.
         aux_layer_ids: three 0-based decoder layers whose outputs are taken, in this order; by default the contract's.
+        compact: supervise with last hidden states.
 
     Raises:
         SchemaError: ids that are not three distinct layers of the model, or a model too shallow for the default.
-        TargetMismatch: its decoder layers cannot be found.
+        TargetMismatch: its decoder layers cannot be found; or, with `compact`, its logits are more than its head.
     """
 
-    def __init__(self, model: "PreTrainedModel", aux_layer_ids: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", aux_layer_ids: tuple[int, ...] | None = None, *, compact: bool = False
+    ) -> None:
         self.model = model.eval()
         self._config = model.config.get_text_config()
         self._backbone = _backbone(model)
         self._layers = _decoder_layers(self._backbone, self.num_layers)
         self.aux_layer_ids = _checked_layer_ids(aux_layer_ids, self.num_layers)
-        self._softcap: float | None = getattr(self._config, "final_logit_softcapping", None)
+        self._rule = LogitRule.of_config(self._config)
         self._selected: tuple[Tensor, Tensor] | None = None
         self._head_alone = self._head_is_enough()
+        self._compact = compact
+        if compact and not self._head_alone:
+            what = (
+                "its logits are more than its head, scale and softcap: trainers cannot make them of last hidden states"
+            )
+            fix = "supervise with produce.supervision=target_probs or logits"
+            raise TargetMismatch(what, subject=type(model).__name__, fix=fix)
 
     @property
     def num_layers(self) -> int:
@@ -146,19 +158,18 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
 
         Returns:
             embed_tokens.weight, lm_head.weight, norm.weight and, where the model has them, lm_head.bias and norm.bias;
-            and metadata: `config` (the text config as JSON) and `final_logit_softcapping` ("" without one).
+            and metadata: `config` (the text config as JSON) and the numbers of its LogitRule.
         """
         parts = {"embed_tokens": self.model.get_input_embeddings(), "lm_head": self._head(), "norm": self._norm()}
-        found = {
-            f"{part}.{name}": tensor
-            for part, module in parts.items()
-            for name in ("weight", "bias")
-            if isinstance(tensor := getattr(module, name, None), Tensor)
-        }
+        found = {name: tensor for part, module in parts.items() for name, tensor in _weights(part, module).items()}
         # Cloned, since a tied head shares its memory with the embeddings and safetensors takes no shared memory.
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
         config = json.dumps(self._config.to_dict(), sort_keys=True, default=str)
-        return tensors, {"config": config, "final_logit_softcapping": str(self._softcap or "")}
+        return tensors, {"config": config, **self._rule.metadata()}
+
+    def head_digest(self) -> str:
+        """The RunContract's `head_digest` for supervision by last hidden states."""
+        return head_digest(_weights("lm_head", self._head()), self._rule.metadata())
 
     def _check_rows(self, input_ids: Tensor) -> None:
         longest, limit = input_ids.shape[1], self.max_positions
@@ -223,33 +234,19 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
                 hook.remove()
 
     def _supervision(self, last: Tensor, next_real: Tensor, next_loss: Tensor) -> dict[str, Any]:
-        """The encoding's tensors, filled a chunk of positions at a time: row t is made of position t + 1."""
-        batch, length, _ = last.shape
-        width = self.vocab_size if self._selected is None else len(self._selected[0])
-        values = last.new_zeros(batch, length, width)
-        best = torch.zeros(batch, length, dtype=torch.bool, device=last.device)
-        for start in range(1, length, _CHUNK_TOKENS):
-            logits = self._logits(last[:, start : start + _CHUNK_TOKENS])
-            rows = slice(start - 1, start - 1 + logits.shape[1])
-            if self._selected is None:
-                values[:, rows] = logits
-            else:
-                ids, mask = self._selected
-                values[:, rows] = logits[..., ids].float().softmax(-1).to(values.dtype)
-                best[:, rows] = mask[logits.argmax(-1)]
-        values.masked_fill_(~next_real[..., None], 0)
+        if self._compact:
+            return compact_supervision(last, self._logits, next_real)
         if self._selected is None:
-            return {"logits": values}
-        return {"target_probs": values, "position_mask": (best & next_loss.bool())[..., None]}
+            return logits_supervision(last, self._logits, next_real, vocab_size=self.vocab_size)
+        return draft_supervision(last, self._logits, next_real, next_loss=next_loss, selected=self._selected)
 
     def _logits(self, last: Tensor) -> Tensor:
         if not self._head_alone:
             return last
-        logits: Tensor = self._head()(last)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        return self._rule(self._head()(last))
 
     def _head_is_enough(self) -> bool:
-        """Whether head and softcap alone give the model's own logits; some models scale theirs on the way."""
+        """Whether head, scale and softcap give the model's own logits; some models do more on the way."""
         ids = torch.arange(min(4, self.vocab_size), device=self.model.device)[None]
         self._head_alone = True
         with torch.no_grad():
@@ -271,6 +268,11 @@ class HFEagle3TargetModel(Eagle3TargetBackend):
 def _backbone(model: "PreTrainedModel") -> nn.Module:
     decoder = model.get_decoder()
     return cast("nn.Module", model.base_model if decoder is None or decoder is model else decoder)
+
+
+def _weights(part: str, module: nn.Module | None) -> dict[str, Tensor]:
+    found = {f"{part}.{name}": getattr(module, name, None) for name in ("weight", "bias")}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def _decoder_layers(backbone: nn.Module, num_layers: int) -> nn.ModuleList:

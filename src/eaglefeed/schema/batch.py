@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from eaglefeed.errors import SchemaError
 from eaglefeed.schema.eagle3 import eagle3_supervision, validate_eagle3_packing_inputs
+from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SUPERVISION, SUPERVISION_ENCODINGS
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +27,9 @@ class Eagle3TargetBatch:
         loss_mask: [B, S] int64.
         logits: [B, S, V] float, or
         target_probs: [B, S, D] float with
-        position_mask: [B, S, 1] bool: exactly one of the two encodings.
+        position_mask: [B, S, 1] bool, or
+        last_hidden_states: [B, S, H] float, after the target's final norm, with
+        target_argmax: [B, S] int32, of the full logits: exactly one of the three encodings.
         position_ids: [B, S] int64; packing takes all three of these or none.
         seq_lens: [B, max_docs] int64.
         doc_remaining: [B, S] int64.
@@ -42,6 +46,8 @@ class Eagle3TargetBatch:
     logits: Tensor | None = None
     target_probs: Tensor | None = None
     position_mask: Tensor | None = None
+    last_hidden_states: Tensor | None = None
+    target_argmax: Tensor | None = None
     position_ids: Tensor | None = None
     seq_lens: Tensor | None = None
     doc_remaining: Tensor | None = None
@@ -49,7 +55,7 @@ class Eagle3TargetBatch:
 
     def __post_init__(self) -> None:
         """Check the encoding."""
-        eagle3_supervision(self.tensors(), ", ".join(self.sample_ids))
+        eagle3_supervision(self.tensors(), ", ".join(self.sample_ids), SUPERVISION_ENCODINGS)
         validate_eagle3_packing_inputs(
             position_ids=self.position_ids, seq_lens=self.seq_lens, doc_remaining=self.doc_remaining
         )
@@ -61,7 +67,8 @@ class Eagle3TargetBatch:
 
     def to(self, device: "torch.device | str") -> "Eagle3TargetBatch":
         """The same batch on another device."""
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
+        # Copied whole when this returns: the memory of a batch that nobody holds any more is read into again at once.
+        moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def to_trainer_inputs(self) -> dict[str, Tensor]:
@@ -70,8 +77,14 @@ class Eagle3TargetBatch:
         Returns:
             input_ids, attention_mask, loss_mask, aux_hidden_states, then target_logits, or target_probs and
             position_mask, then the packing features if there are any.
+
+        Raises:
+            SchemaError: last hidden states have not been expanded to target_probs and position_mask.
         """
         tensors = self.tensors()
+        if EAGLE3_COMPACT_SUPERVISION[0] in tensors:
+            fix = "expand them with the target's head first, as a SampleStream with `head` does"
+            raise SchemaError("a draft does not read last hidden states", subject=", ".join(self.sample_ids), fix=fix)
         first = {name: tensors.pop(name) for name in ("input_ids", "attention_mask", "loss_mask", "aux_hidden_states")}
         return first | {"target_logits" if name == "logits" else name: tensor for name, tensor in tensors.items()}
 
@@ -111,6 +124,9 @@ class Eagle3TargetBackend(ABC):
             input_ids: [B, S] int64 as tokenized, not shifted.
             attention_mask: [B, S] 0/1.
             loss_mask: [B, S] 0/1, not shifted.
+
+        Returns:
+            A batch whose tensors are never written to again, by nobody: it is stored while the next one is made.
         """
 
     @abstractmethod

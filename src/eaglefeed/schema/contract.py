@@ -1,18 +1,28 @@
 """RunContract: what must stay equal over a run. No torch here."""
 
 import json
+from typing import TYPE_CHECKING, Literal, Self
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from eaglefeed.errors import ContractMismatch, SchemaError
-from eaglefeed.schema.refs import first_fault
+from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
+from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, SUPERVISION_ENCODINGS, stored_form
+from eaglefeed.schema.refs import SampleRef, first_fault
 
-__all__ = ["ASSETS_FILE", "CONTRACT_FILE", "RunContract"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["ASSETS_FILE", "CONTRACT_FILE", "CONTRACT_RECORD", "RETAIN_RECORD", "RunContract"]
 
 CONTRACT_FILE = "contract.json"
 ASSETS_FILE = "target_assets.safetensors"
 """Files of the run, beside its shards."""
+CONTRACT_RECORD, RETAIN_RECORD = "contract", "retain"
+"""In the record that the run's queues hold: the same contract, and whether shards stay after their samples' release."""
 
 
 class RunContract(BaseModel):
@@ -26,7 +36,10 @@ class RunContract(BaseModel):
         vocab_size: V.
         aux_layer_ids: 0-based decoder layers whose outputs are taken, in this order.
         aux_norm: "none": the residual stream as the layer leaves it, before any later norm.
-        supervision: "logits" or "target_probs".
+        supervision: the encoding; "last_hidden_states", and the options below, are of schema version 2.
+        aux_storage: "same" as they are, or "fp8" with one scale a token; `schema.eagle3_compact` states the error.
+        supervision_rows: "all", or only "supervised" ones, whose loss mask is 1; exact for training.
+        head_digest: digest of the head that last hidden states are made for ("" for other supervision).
         vocab_map_digest: digest of the vocabulary map ("" without one).
         tokenizer_fingerprint: digest of the tokenizer.
         template_fingerprint: digest of the chat template and the mask rules.
@@ -43,12 +56,27 @@ class RunContract(BaseModel):
     vocab_size: int
     aux_layer_ids: tuple[int, int, int]
     aux_norm: str = "none"
-    supervision: str
+    supervision: Literal["logits", "target_probs", "last_hidden_states"]
+    aux_storage: Literal["same", "fp8"] = "same"
+    supervision_rows: Literal["all", "supervised"] = "all"
+    head_digest: str = ""
     vocab_map_digest: str
     tokenizer_fingerprint: str
     template_fingerprint: str
     max_length: int
     schema_version: int
+
+    @model_validator(mode="after")
+    def _fits_its_version(self) -> Self:
+        is_compact = self.supervision == "last_hidden_states"
+        version = EAGLE3_COMPACT_SCHEMA_VERSION if is_compact else EAGLE3_SCHEMA_VERSION
+        if self.schema_version != version:
+            raise ValueError(f"{self.supervision} are of schema version {version}, not {self.schema_version}")
+        if is_compact != bool(self.head_digest):
+            raise ValueError("head_digest goes with last_hidden_states")
+        if not is_compact and (self.aux_storage, self.supervision_rows) != ("same", "all"):
+            raise ValueError("aux_storage and supervision_rows go with last_hidden_states")
+        return self
 
     @property
     def id(self) -> str:
@@ -83,3 +111,27 @@ class RunContract(BaseModel):
             wanted = ", ".join(f"{name}={mine[name]}" for name in differing)
             got = ", ".join(f"{name}={theirs[name]}" for name in differing)
             raise ContractMismatch("differs from the run's contract", subject=who, wanted=wanted, got=got)
+
+    def require_sample(self, ref: SampleRef, stored: "Mapping[str, Tensor]") -> None:
+        """Check that a sample is what this contract says, as far as a sample shows it; its id alone is a claim.
+
+        Args:
+            ref: a valid ref of this contract's schema version.
+            stored: its tensors as they are stored.
+
+        Raises:
+            ContractMismatch: names every field that differs, with both values.
+        """
+        aux_storage, supervision_rows = stored_form(stored)
+        aux = ref.feature_specs["aux_hidden_states"]
+        shown = {
+            "target_fingerprint": ref.target_model_version,
+            "dtype": aux.dtype,
+            "hidden_size": aux.shape[-1] // 3,
+            "supervision": next(names[0] for names in SUPERVISION_ENCODINGS if names[0] in ref.feature_specs),
+            "aux_storage": aux_storage,
+            "supervision_rows": supervision_rows,
+        }
+        if "logits" in ref.feature_specs:
+            shown["vocab_size"] = ref.feature_specs["logits"].shape[-1]
+        self.require(self.model_copy(update=shown), ref.sample_id)

@@ -5,6 +5,7 @@ B batch · S sequence · H target hidden size · V target vocabulary · D draft 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 from eaglefeed.errors import SchemaError, SchemaVersionError
@@ -23,6 +24,9 @@ __all__ = [
     "EAGLE3_SUPERVISION_ENCODINGS",
     "NUM_AUX_LAYERS",
     "Feature",
+    "FeatureTable",
+    "check_ref",
+    "check_specs",
     "default_aux_layer_ids",
     "eagle3_logits_feature_specs",
     "eagle3_logits_tensors",
@@ -38,6 +42,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 _INT = ("int64",)
 
 T = TypeVar("T")
+Encodings = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,27 @@ EAGLE3_LOGITS_SUPERVISION = ("logits",)
 EAGLE3_DRAFT_VOCAB_SUPERVISION = ("target_probs", "position_mask")
 EAGLE3_PACKING_FEATURES = ("position_ids", "seq_lens", "doc_remaining")
 EAGLE3_SUPERVISION_ENCODINGS = EAGLE3_CORE_FEATURES + EAGLE3_LOGITS_SUPERVISION
-_SUPERVISIONS = (EAGLE3_LOGITS_SUPERVISION, EAGLE3_DRAFT_VOCAB_SUPERVISION)
+
+
+@dataclass(frozen=True)
+class FeatureTable:
+    """One version of the contract.
+
+    Args:
+        version: its number.
+        features: every feature it knows.
+        encodings: the features of each supervision encoding it knows.
+        stored_only: names that stored tensors have, and decoded features do not.
+    """
+
+    version: int
+    features: Mapping[str, Feature]
+    encodings: Encodings
+    stored_only: tuple[str, ...] = ()
+
+
+_ENCODINGS = (EAGLE3_LOGITS_SUPERVISION, EAGLE3_DRAFT_VOCAB_SUPERVISION)
+_TABLE = FeatureTable(EAGLE3_SCHEMA_VERSION, EAGLE3_FEATURES, _ENCODINGS)
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
@@ -172,56 +197,80 @@ def validate_eagle3_packing_inputs(*, position_ids: object, seq_lens: object, do
         raise SchemaError("packing takes all three of its features or none", wanted=list(given), got=f"no {missing}")
 
 
-def eagle3_supervision(features: Mapping[str, object], sample_id: str = "") -> tuple[str, ...]:
-    """The features of the one supervision encoding that is present.
+def eagle3_supervision(
+    features: Mapping[str, object], sample_id: str = "", encodings: Encodings = _ENCODINGS
+) -> tuple[str, ...]:
+    """The features of the one supervision encoding that is present, of `encodings` (version 1's by default).
 
     Raises:
         SchemaError: none, several or a part of one.
     """
-    present = [encoding for encoding in _SUPERVISIONS if any(name in features for name in encoding)]
+    present = [encoding for encoding in encodings if any(name in features for name in encoding)]
     if len(present) != 1 or any(name not in features for name in present[0]):
-        got = [name for encoding in _SUPERVISIONS for name in encoding if name in features]
-        wanted = " or ".join("+".join(encoding) for encoding in _SUPERVISIONS)
+        got = [name for encoding in encodings for name in encoding if name in features]
+        wanted = " or ".join("+".join(encoding) for encoding in encodings)
         raise SchemaError("exactly one supervision encoding is needed", subject=sample_id, wanted=wanted, got=got)
     return present[0]
 
 
 def validate_eagle3_specs(specs: Mapping[str, FeatureSpec], sample_id: str = "") -> None:
-    """Check names, dtypes and shapes against the feature table; axes of one name must agree.
+    """Check names, dtypes and shapes against version 1's feature table; axes of one name must agree.
 
     Raises:
         SchemaError: the first fault, by feature.
     """
-    unknown = [name for name in specs if name not in EAGLE3_FEATURES]
+    check_specs(specs, _TABLE, sample_id)
+
+
+def check_specs(specs: Mapping[str, FeatureSpec], table: FeatureTable, sample_id: str = "") -> None:
+    """What `validate_eagle3_specs` does, by any version's table.
+
+    Raises:
+        SchemaError: the first fault, by feature.
+    """
+    unknown = [name for name in specs if name not in table.features]
     missing = [name for name in EAGLE3_CORE_FEATURES if name not in specs]
     if unknown or missing:
         fault = f"unknown features {unknown}" if unknown else f"missing features {missing}"
         raise SchemaError(fault, subject=sample_id, wanted=list(EAGLE3_CORE_FEATURES), got=list(specs))
-    eagle3_supervision(specs, sample_id)
+    eagle3_supervision(specs, sample_id, table.encodings)
     validate_eagle3_packing_inputs(**{name: specs.get(name) for name in EAGLE3_PACKING_FEATURES})
     sizes: dict[str | int, tuple[str, int]] = {}
     for name, spec in specs.items():
-        _check_feature(name, spec, sizes, sample_id)
+        _check_feature(name, spec, table.features[name], sizes, sample_id)
 
 
-def _check_feature(name: str, spec: FeatureSpec, sizes: dict[str | int, tuple[str, int]], sample_id: str) -> None:
-    feature = EAGLE3_FEATURES[name]
+def _check_feature(
+    name: str, spec: FeatureSpec, feature: Feature, sizes: dict[str | int, tuple[str, int]], sample_id: str
+) -> None:
     if spec.dtype not in feature.dtypes:
         raise SchemaError(f"{name} has the wrong dtype", subject=sample_id, wanted=feature.dtypes, got=spec.dtype)
     if len(spec.shape) != len(feature.axes):
         axes = f"[{', '.join(map(str, feature.axes))}]"
         raise SchemaError(f"{name} has the wrong rank", subject=sample_id, wanted=axes, got=list(spec.shape))
     for axis, size in zip(feature.axes, spec.shape, strict=True):
+        if axis == "3H" and size % NUM_AUX_LAYERS == 0:
+            axis, size = "H", size // NUM_AUX_LAYERS
         first, wanted = sizes.setdefault(axis, (name, axis if isinstance(axis, int) else size))
         if size != wanted:
             fault = f"{name} disagrees on axis {axis}" + (f" with {first}" if first != name else "")
             raise SchemaError(fault, subject=sample_id, wanted=wanted, got=size)
-        if size == 0 or (axis == "3H" and size % NUM_AUX_LAYERS):
+        if size == 0 or axis == "3H":
             raise SchemaError(f"{name}: impossible size of axis {axis}", subject=sample_id, got=size)
 
 
 def validate_eagle3_ref(ref: SampleRef) -> None:
-    """Check a ref against the contract, without its tensors.
+    """Check a ref of version 1 against the contract, without its tensors.
+
+    Raises:
+        SchemaVersionError: another schema version.
+        SchemaError: another algorithm, features, specs, keys or sizes that do not fit the contract.
+    """
+    check_ref(ref, _TABLE)
+
+
+def check_ref(ref: SampleRef, table: FeatureTable) -> None:
+    """What `validate_eagle3_ref` does, by any version's table.
 
     Raises:
         SchemaVersionError: another schema version.
@@ -231,13 +280,14 @@ def validate_eagle3_ref(ref: SampleRef) -> None:
     if ref.algorithm != FeatureAlgorithm.EAGLE3:
         fault = f"algorithm {ref.algorithm} is not supported yet"
         raise SchemaError(fault, subject=ref.sample_id, wanted=str(FeatureAlgorithm.EAGLE3), got=str(ref.algorithm))
-    if ref.schema_version != EAGLE3_SCHEMA_VERSION:
+    if ref.schema_version != table.version:
         what = "unknown schema version"
-        raise SchemaVersionError(what, subject=ref.sample_id, wanted=EAGLE3_SCHEMA_VERSION, got=ref.schema_version)
-    if set(ref.feature_keys) != set(ref.feature_specs) or not set(ref.checksums) <= set(ref.feature_specs):
+        raise SchemaVersionError(what, subject=ref.sample_id, wanted=table.version, got=ref.schema_version)
+    can_be_stored = {*ref.feature_specs, *table.stored_only}
+    if set(ref.feature_keys) != set(ref.feature_specs) or not set(ref.checksums) <= can_be_stored:
         what = "feature keys, specs and checksums name different features"
         raise SchemaError(what, subject=ref.sample_id, wanted=list(ref.feature_specs), got=list(ref.feature_keys))
-    validate_eagle3_specs(ref.feature_specs, ref.sample_id)
+    check_specs(ref.feature_specs, table, ref.sample_id)
     _check_sizes(ref)
 
 
@@ -245,7 +295,6 @@ def _check_sizes(ref: SampleRef) -> None:
     wanted = sum(spec.num_bytes for spec in ref.feature_specs.values())
     if ref.estimated_bytes != wanted:
         raise SchemaError("wrong estimated_bytes", subject=ref.sample_id, wanted=wanted, got=ref.estimated_bytes)
-    batch, length = ref.feature_specs["input_ids"].shape
-    if not 0 < ref.num_tokens <= batch * length:
-        what = "impossible num_tokens"
-        raise SchemaError(what, subject=ref.sample_id, wanted=f"1 to {batch * length}", got=ref.num_tokens)
+    most = prod(ref.feature_specs["input_ids"].shape)
+    if not 0 < ref.num_tokens <= most:
+        raise SchemaError("impossible num_tokens", subject=ref.sample_id, wanted=f"1 to {most}", got=ref.num_tokens)

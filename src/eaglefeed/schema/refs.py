@@ -114,7 +114,7 @@ class SampleRef:
         estimated_bytes: sum of numel * itemsize over the features.
         target_model_version: fingerprint of the target that made it.
         draft_weight_version: version of the draft that sampled it ("" if none did).
-        checksums: feature → xxh3_128 of its bytes, in hex.
+        checksums: stored tensor → xxh3_128 of its bytes, in hex; a tensor has the name of its feature, if it has one.
         contract: id of the run's contract.
         stored_bytes: bytes it takes in the store.
 
@@ -189,6 +189,8 @@ def encode_ref(ref: SampleRef) -> bytes:
         "contract": ref.contract,
         "stored": ref.stored_bytes,
     }
+    if more := {name: checksum for name, checksum in ref.checksums.items() if name not in ref.feature_specs}:
+        wire["checksums"] = more
     data: bytes = msgpack.packb(wire)
     if len(data) > MAX_REF_BYTES:
         raise SchemaError(
@@ -272,7 +274,8 @@ def _from_wire(wire: dict[str, Any]) -> dict[str, Any]:
         "estimated_bytes": wire.pop("estimated"),
         "target_model_version": wire.pop("target"),
         "draft_weight_version": wire.pop("draft"),
-        "checksums": {name: checksum for name, _, _, checksum in features if checksum != ""},
+        "checksums": {name: checksum for name, _, _, checksum in features if checksum != ""}
+        | wire.pop("checksums", {}),
         "contract": wire.pop("contract"),
         "stored_bytes": wire.pop("stored"),
     }

@@ -7,11 +7,14 @@ from torch import Tensor
 
 from eaglefeed.errors import SampleCorrupt
 from eaglefeed.schema.eagle3 import EAGLE3_FEATURES
+from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_FEATURES
 from eaglefeed.schema.refs import FeatureSpec
 
 __all__ = ["shift_left", "validate_eagle3_tensors"]
 
+_FEATURES = {**EAGLE3_FEATURES, **EAGLE3_COMPACT_FEATURES}
 _MASKS = ("attention_mask", "loss_mask")
+_IDS = ("input_ids", "target_argmax")
 _PROBABILITY_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """How far a row's sum may be from 1: rounding of the stored dtype over a vocabulary."""
 
@@ -29,8 +32,8 @@ def validate_eagle3_tensors(
     masks, loss only on real tokens, ids in range, probabilities that sum to 1, packing within the row.
 
     Args:
-        tensors: the sample.
-        specs: its ref's specs, already checked by `validate_eagle3_ref`.
+        tensors: the sample's decoded features, of any schema version.
+        specs: its ref's specs, already checked by `validate_ref`.
         sample_id: named in every error.
         vocab_size: V; ids are also checked against the width of the logits.
 
@@ -74,9 +77,10 @@ def _check_finite(name: str, tensor: Tensor, sample_id: str) -> None:
 
 
 def _check_range(name: str, tensor: Tensor, bound: int, sample_id: str) -> None:
-    low, high = tensor.aminmax()
+    low, high = (int(end) for end in tensor.aminmax())
     if low < 0 or high >= bound:
-        _refuse_first((tensor < 0) | (tensor >= bound), name, tensor, f"not from 0 to {bound - 1}", sample_id)
+        wide = tensor.long()  # the bound may be beyond int32
+        _refuse_first((wide < 0) | (wide >= bound), name, tensor, f"not from 0 to {bound - 1}", sample_id)
 
 
 def _check_padding(tensors: Mapping[str, Tensor], sample_id: str) -> None:
@@ -85,7 +89,7 @@ def _check_padding(tensors: Mapping[str, Tensor], sample_id: str) -> None:
     _refuse_first(holes, "attention_mask", real.long(), "not a run of ones from the row's start", sample_id)
     next_real = shift_left(real)
     for name, tensor in tensors.items():
-        feature = EAGLE3_FEATURES[name]
+        feature = _FEATURES[name]
         if feature.axes[:2] == ("B", "S") and name not in ("position_ids", "doc_remaining"):
             outside = ~(next_real if feature.shifted else real)
             rows = tensor[outside]
@@ -103,7 +107,9 @@ def shift_left(values: Tensor) -> Tensor:
 def _check_ids(tensors: Mapping[str, Tensor], vocab_size: int | None, sample_id: str) -> None:
     widths = [tensors["logits"].shape[-1]] if "logits" in tensors else []
     bound = min([*widths, vocab_size or torch.iinfo(torch.int64).max])
-    _check_range("input_ids", tensors["input_ids"], bound, sample_id)
+    for name in _IDS:
+        if name in tensors:
+            _check_range(name, tensors[name], bound, sample_id)
 
 
 def _check_probabilities(tensors: Mapping[str, Tensor], sample_id: str) -> None:
@@ -112,7 +118,9 @@ def _check_probabilities(tensors: Mapping[str, Tensor], sample_id: str) -> None:
     low, high = probs.aminmax()
     if low < 0 or high > 1 + tolerance:
         _refuse_first((probs < 0) | (probs > 1 + tolerance), "target_probs", probs, "no probability", sample_id)
-    sums = probs.sum(-1, dtype=torch.float32)
+    # Added up in float32 and rounded to the stored dtype, by a fifth of the tolerance at most; a float32 result would
+    # have torch copy it all to float32 first, which is larger than the sample.
+    sums = probs.sum(-1).float()
     wrong = shift_left(tensors["attention_mask"].bool()) & ((sums - 1).abs() > tolerance)
     _refuse_first(wrong, "target_probs", sums, "the row does not sum to 1", sample_id)
     stray = tensors["position_mask"][..., 0] & ~loss
