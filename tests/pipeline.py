@@ -113,7 +113,9 @@ class Run:
         if close:
             self.prompts.close()
 
-    def worker(self, *, name: str = "w", own: RunContract | None = None, clock: Clock | None = None) -> ProducerWorker:
+    def worker(
+        self, *, name: str = "w", own: RunContract | None = None, clock: Clock | None = None, **options: Any
+    ) -> ProducerWorker:
         return ProducerWorker(
             prompts=self.prompts,
             samples=self.samples,
@@ -124,6 +126,7 @@ class Run:
             run_id="run",
             name=name,
             clock=clock or self.clock,
+            **options,
         )
 
     def produce(self, **options: Any) -> ProducerStats:

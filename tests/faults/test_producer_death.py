@@ -2,13 +2,18 @@
 
 import threading
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import pipeline
 from eaglefeed.errors import StaleLease
+from eaglefeed.producer import worker as worker_module
+from eaglefeed.producer.accounts import Accounts
+from eaglefeed.producer.making import SampleMaker
 from eaglefeed.producer.worker import ProducerStats
+from eaglefeed.producer.writing import SampleWriter, Writing
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem
 from eaglefeed.schema.refs import SampleRef, decode_ref
 
@@ -125,3 +130,67 @@ def test_a_waiting_producer_looks_for_prompts_of_dead_ones_now_and_then() -> Non
     assert run.produce().produced == 3
     waits_s = [later - sooner for sooner, later in pairwise(calls[:5])]
     assert all(10 <= wait_s < 12 for wait_s in waits_s), waits_s
+
+
+class KilledError(BaseException):
+    """Nobody catches it."""
+
+
+def _kill_at(patch: pytest.MonkeyPatch, owner: object, name: str, number: int, *, after: bool) -> None:
+    """From call `number` of a function on, before it or after it, nothing of this producer does anything any more."""
+    plain, calls = getattr(owner, name), [0]
+
+    def killed(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > number or (calls[0] == number and not after):
+            raise KilledError
+        result = plain(*args, **options)
+        if calls[0] == number:
+            raise KilledError
+        return result
+
+    patch.setattr(owner, name, killed)
+
+
+# The writer's thread has store.put, Accounts.settle (of a hand-off) and prompts.handoff; the others are the producer's.
+LINES = [
+    ("maker", "make"),
+    ("writer", "write"),
+    ("store", "put"),
+    ("accounts", "settle"),
+    ("prompts", "handoff"),
+    ("writing", "end"),
+    ("writing", "result"),
+    ("accounts", "produced"),
+]
+
+
+def _owner(run: pipeline.Run, name: str) -> object:
+    owners = {"maker": SampleMaker, "writer": SampleWriter, "writing": Writing, "accounts": Accounts}
+    return owners.get(name) or {"store": run.store, "prompts": run.prompts}[name]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), LINES, ids=lambda word: word)
+def test_a_producer_that_is_killed_at_any_line_leaves_orphans_at_worst(
+    owner: str, name: str, after: bool, number: int
+) -> None:
+    run = pipeline.Run()
+    run.feed(*THREE, pipeline.prompt(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "_LAST_WRITE_S", 10.0)
+        _kill_at(patch, _owner(run, owner), name, number, after=after)
+        with pytest.raises(BaseException, match=r"^$|not written") as caught:
+            run.worker(name="dies", stall_timeout_s=0.1).run(threading.Event())
+    assert not isinstance(caught.value, AssertionError)
+    handed_off = run.samples.stats().ready
+    assert _take_over(run).produced == 4 - handed_off
+    refs = [decode_ref(item.payload) for item in run.samples.payloads()]
+    assert sorted(ref.sample_id for ref in refs) == ["p-0", "p-1", "p-2", "p-3"]
+    for ref in refs:
+        index = float(ref.sample_id[2:])
+        assert run.store.get(ref)["aux_hidden_states"][0, :, 0].tolist() == [1.0 + index, 2.0, 3.0]
+    assert len(_shards(run)) - len(refs) <= 2
+    assert (run.prompts.stats().done, run.prompts.stats().dead, run.prompts.stats().unsettled) == (4, 0, 0)

@@ -59,7 +59,7 @@ def test_a_producer_that_differs_is_refused_and_gives_its_prompts_back(field: st
     run = pipeline.Run()
     run.store.put_document(CONTRACT_FILE, pipeline.contract(max_length=16).to_json())
     run.feed(*THREE)
-    other = (4, 5, 6) if field == "aux_layer_ids" else "other"
+    other = {"aux_layer_ids": (4, 5, 6), "supervision": "target_probs"}.get(field, "other")
     with pytest.raises(ContractMismatch, match=field):
         run.produce(own=pipeline.contract(**{field: other}))
     assert run.target.calls == 0
@@ -129,7 +129,7 @@ def test_a_target_that_fails_once_is_tried_again() -> None:
         seen.append(int(ids[0, 0]))
         if len(seen) == 1:
             raise RuntimeError("out of memory")
-        run.clock.advance(120)
+        run.clock.advance(20)
 
     run.target.before = fail_first
     stats = run.produce()
@@ -142,7 +142,7 @@ def test_a_target_that_always_fails_on_a_prompt_ends_in_a_dead_letter() -> None:
     run.feed(*THREE)
 
     def fail(ids: torch.Tensor) -> None:
-        run.clock.advance(120)
+        run.clock.advance(20)
         if ids[0, 0] == 2:
             raise RuntimeError("kernel died")
 
@@ -277,7 +277,7 @@ def test_several_producers_share_a_run_without_loss_or_repeat() -> None:
 
 
 def test_padded_rows_keep_their_masks() -> None:
-    from eaglefeed.producer.worker import pad_prompt
+    from eaglefeed.producer.making import pad_prompt
 
     both = replace(pipeline.prompt(0), rows=(PromptRow((4, 5, 6), (0, 1, 1)), PromptRow((7,), (1,))))
     ids, attention, loss = pad_prompt(both)

@@ -1,20 +1,18 @@
-"""What a stream holds: the samples it leased, what became of them, and how an outage of their queue is borne."""
+"""A stream's samples, what became of them, and how an outage of their queue is borne."""
 
 import random
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.errors import QueueUnavailable
 from eaglefeed.logs import get_logger
-from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.refs import SampleRef
 
-__all__ = ["Holdings", "Sample", "StreamStats", "bear_outage"]
+__all__ = ["Sample", "StreamStats", "bear_outage"]
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 
@@ -44,38 +42,6 @@ class Sample(NamedTuple):
     ref: SampleRef
     batch: Eagle3TargetBatch
     delivery_count: int
-
-
-class Holdings:
-    """The ids that this process holds, by lease; a lease is renewed as long as it holds one."""
-
-    def __init__(self, renewer: LeaseRenewer) -> None:
-        self._renewer = renewer
-        self._ids: dict[int, set[str]] = defaultdict(set)
-        self._lock = threading.Lock()
-
-    def add(self, token: int, ids: Iterable[str]) -> None:
-        """Hold these items of a lease from now on."""
-        with self._lock:
-            self._ids[token].update(ids)
-            self._renewer.add(token)
-
-    def settle(self, token: int, ids: Iterable[str]) -> None:
-        """These are no longer held."""
-        with self._lock:
-            self._ids[token].difference_update(ids)
-            if not self._ids[token]:
-                del self._ids[token]
-                self._renewer.forget(token)
-
-    def drain(self) -> dict[int, list[str]]:
-        """Stop holding anything; returns what was held."""
-        with self._lock:
-            held = {token: sorted(ids) for token, ids in self._ids.items()}
-            self._ids.clear()
-            for token in held:
-                self._renewer.forget(token)
-        return held
 
 
 def bear_outage(call: Callable[[], T], *, outage_s: float, stop: threading.Event, clock: Clock) -> T:

@@ -5,15 +5,12 @@ import threading
 from typing import NamedTuple
 
 from eaglefeed.clock import Clock
-from eaglefeed.consumer.holdings import Holdings, Sample, StreamStats, bear_outage
-from eaglefeed.errors import ContractMismatch, EaglefeedError, NoProducers, QueueUnavailable
+from eaglefeed.consumer.holdings import Sample, StreamStats, bear_outage
+from eaglefeed.consumer.materialize import Materializer
+from eaglefeed.errors import BuffersHeld, EaglefeedError, NoProducers, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
-from eaglefeed.schema.batch import Eagle3TargetBatch
-from eaglefeed.schema.eagle3 import validate_eagle3_ref
-from eaglefeed.schema.refs import decode_ref
-from eaglefeed.schema.values import validate_eagle3_tensors
-from eaglefeed.storage.base import FeatureStore
+from eaglefeed.queue.holdings import Holdings
 
 __all__ = ["End", "Prefetcher"]
 
@@ -35,11 +32,10 @@ class Prefetcher:
     def __init__(
         self,
         samples: LeaseQueue,
-        store: FeatureStore,
+        materializer: Materializer,
         *,
         consumer: str,
         session: int,
-        contract: str,
         prompts: LeaseQueue | None,
         holdings: Holdings,
         stats: StreamStats,
@@ -50,16 +46,16 @@ class Prefetcher:
         fail_without_producers: bool,
         producer_grace_s: float,
         outage_s: float,
+        stop: threading.Event,
         clock: Clock,
     ) -> None:
         self.commit_due = threading.Event()
-        self._samples, self._store, self._consumer, self._contract = samples, store, consumer, contract
+        self._samples, self._materializer, self._consumer, self._stop = samples, materializer, consumer, stop
         self._session, self._prompts, self._holdings, self._stats = session, prompts, holdings, stats
         self._timeout_s, self._lease_batch, self._outage_s = visibility_timeout_s, lease_batch, outage_s
         self._max_attempts = max_attempts
         self._fail_without_producers, self._grace_s, self._clock = fail_without_producers, producer_grace_s, clock
         self._ready: queue.Queue[Sample | End] = queue.Queue(maxsize=prefetch)
-        self._stop = threading.Event()
         self._alone_since: float | None = None
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="eaglefeed-prefetch", daemon=True)
@@ -72,9 +68,8 @@ class Prefetcher:
         except queue.Empty:
             return None
 
-    def stop(self, timeout_s: float) -> None:
-        """Lease no more, and wait for the item in hand."""
-        self._stop.set()
+    def join(self, timeout_s: float) -> None:
+        """Wait for the item in hand, once `stop` is set."""
         self._thread.join(timeout=timeout_s)
 
     def _run(self) -> None:
@@ -107,8 +102,7 @@ class Prefetcher:
             for item in lease.items:
                 if self._stop.is_set():
                     return False
-                if sample := self._materialize(lease.token, item):
-                    self._offer(sample)
+                self._pass_on(lease.token, item)
             return True
         if lease is DrainState.COMMIT_DUE:
             self.commit_due.set()
@@ -133,20 +127,17 @@ class Prefetcher:
         answer = bear_outage(lease, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
         return answer if isinstance(answer, Lease) else answer.state
 
-    def _materialize(self, token: int, item: LeasedItem) -> Sample | None:
+    def _pass_on(self, token: int, item: LeasedItem) -> None:
+        """Materialize an item for the loop; nothing here keeps it then."""
         try:
-            ref = decode_ref(item.payload)
-            validate_eagle3_ref(ref)
-            if self._contract not in ("", ref.contract):
-                what = "made under another run contract"
-                raise ContractMismatch(what, subject=ref.sample_id, wanted=self._contract, got=ref.contract)
-            tensors = self._store.get(ref)
-            validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id)
+            ref, batch = self._materializer.materialize(item.payload)
+        except BuffersHeld:
+            raise  # no fault of this sample's: the stream ends, and gives it back
         except EaglefeedError as error:
-            self._refuse(token, item, error)
-            return None
-        batch = Eagle3TargetBatch(**tensors, sample_ids=(ref.sample_id,))
-        return Sample(token, ref, batch, item.delivery_count)
+            if not self._stop.is_set():  # else the wait for a buffer may have ended early: it is given back
+                self._refuse(token, item, error)
+        else:
+            self._offer(Sample(token, ref, batch, item.delivery_count))
 
     def _refuse(self, token: int, item: LeasedItem, error: EaglefeedError) -> None:
         final = not error.retryable or item.delivery_count >= self._max_attempts

@@ -1,7 +1,6 @@
 """SampleStream: leases in, Eagle3TargetBatches out, acknowledged after they were trained on."""
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -9,19 +8,24 @@ from types import TracebackType
 import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.consumer.holdings import Holdings, Sample, StreamStats
-from eaglefeed.consumer.prefetch import End, Prefetcher
+from eaglefeed.consumer.expand import TargetHead
+from eaglefeed.consumer.holdings import StreamStats
+from eaglefeed.consumer.materialize import Materializer
+from eaglefeed.consumer.prefetch import Prefetcher
 from eaglefeed.consumer.settling import Settler
-from eaglefeed.errors import QueueUnavailable, StaleLease
+from eaglefeed.consumer.taking import Taker
+from eaglefeed.errors import ConfigError, QueueUnavailable, StaleLease
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.holdings import Holdings
 from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
-from eaglefeed.storage.base import FeatureStore
+from eaglefeed.schema.contract import RunContract
+from eaglefeed.storage.base import FeatureStore, Verify
+from eaglefeed.storage.buffers import BufferRing
 
 __all__ = ["SampleStream", "StreamStats"]
 
-_POLL_S = 0.5
 _JOIN_S = 60.0
 
 log = get_logger(__name__)
@@ -51,26 +55,34 @@ class SampleStream:
 
     What was not acknowledged when the stream is closed goes back to the queue; after a crash its lease runs out, or the
     next `restore` ends it. When another trainer has restored the queue, `take`, `ack` and `commit` raise StaleLease:
-    this one must stop.
+    this one must stop. A batch never changes, also after its ack; its memory is used again when none of its tensors
+    (nor a view of one) lives any more.
 
     Args:
         samples: the queue of refs.
         store: where their tensors lie.
         consumer: this trainer's name, unique in the run.
         session: what `samples.restore` returned; 0 for a queue that nobody ever restored.
-        contract: id of the run's contract; samples of another are dead letters. "" takes any.
+        contract: the run's contract (`load_run_assets` has it); samples of another, or that are not what it says, are
+            dead letters, and ids are held against its vocab_size. Its id checks no more than ids do; "" takes any.
         prompts: the run's prompts queue, to tell slow producers from dead ones; None never does.
         visibility_timeout_s: how long a lease lasts without a renewal.
         max_lease_age_s: a lease is not renewed beyond this age; take what is acknowledged together well within it.
         stall_timeout_s: leases are no longer renewed when the loop asked for nothing in this time.
         lease_batch: samples a lease.
         prefetch: samples that are materialized ahead.
+        held: samples that the loop keeps at a time, with those of a loop variable while the next are taken: memory is
+            bounded by prefetch + held + 1 samples as they are stored. Where `head` or fp8 makes more of them, add what
+            was made of the prefetch + 1 ahead (decoded) and of those that the loop keeps (target_probs too).
         max_attempts: deliveries after which a sample that cannot be read is a dead letter.
+        values: whose values are checked: every sample's, 1 in 16, or none.
         retain: keep shards after their samples are released.
         fail_without_producers: raise NoProducers when prompts remain and no producer lived for `producer_grace_s`.
         producer_grace_s: that time; a warning comes after it in any case.
         outage_s: how long the queue may be out of reach before QueueUnavailable is raised.
         device: where batches go.
+        head: of a run with last_hidden_states, on `device`: makes target_probs of them. None takes the samples of other
+            runs.
         clock: what waits are measured with.
     """
 
@@ -81,25 +93,30 @@ class SampleStream:
         *,
         consumer: str,
         session: int = 0,
-        contract: str = "",
+        contract: RunContract | str = "",
         prompts: LeaseQueue | None = None,
         visibility_timeout_s: float = 60.0,
         stall_timeout_s: float = 600.0,
         max_lease_age_s: float = 1800.0,
         lease_batch: int = 4,
         prefetch: int = 4,
+        held: int = 16,
         max_attempts: int = 5,
+        values: Verify = "always",
         retain: bool = False,
         fail_without_producers: bool = False,
         producer_grace_s: float = 60.0,
         outage_s: float = 120.0,
         device: torch.device | str = "cpu",
+        head: TargetHead | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.stats = StreamStats()
-        self._samples, self._consumer, self._device, self._clock = samples, consumer, device, clock
-        self._end: End | None = None
+        self._samples, self._consumer, self._held = samples, consumer, held
         self._stop = threading.Event()
+        device = torch.device(device)
+        ring = BufferRing(prefetch + held + 1, device=device, stop=self._stop, clock=clock)
+        materializer = Materializer(store, ring, contract=contract, values=values, head=head)
         self._renewer = LeaseRenewer(
             samples,
             visibility_timeout_s=visibility_timeout_s,
@@ -123,10 +140,9 @@ class SampleStream:
         self._renewer.start()
         self._prefetcher = Prefetcher(
             samples,
-            store,
+            materializer,
             consumer=consumer,
             session=session,
-            contract=contract,
             prompts=prompts,
             holdings=self._holdings,
             stats=self.stats,
@@ -137,24 +153,36 @@ class SampleStream:
             fail_without_producers=fail_without_producers,
             producer_grace_s=producer_grace_s,
             outage_s=outage_s,
+            stop=self._stop,
+            clock=clock,
+        )
+        self._taker = Taker(
+            self._prefetcher,
+            self._settler,
+            holdings=self._holdings,
+            renewer=self._renewer,
+            stats=self.stats,
+            device=device,
+            head=head,
+            stop=self._stop,
             clock=clock,
         )
 
     def __iter__(self) -> Iterator[Eagle3TargetBatch]:
         """Yield batches until the queue is drained; each is settled for good when the next one is asked for."""
-        while sample := self._next(None, heed_commit=False):
-            yield self._deliver(sample)
+        while batches := self._taker.take(1, None, 0.0, heed_commit=False):
+            yield batches.pop()  # it is the loop's alone
             self.ack()
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come: the queue is drained, or the stream was stopped."""
-        return self._end is not None or self._stop.is_set()
+        return self._taker.ended
 
     @property
     def drained(self) -> bool:
         """Whether the queue had nothing more to lease."""
-        return self._end is not None and self._end.error is None
+        return self._taker.drained
 
     @property
     def commit_due(self) -> bool:
@@ -164,20 +192,28 @@ class SampleStream:
     def take(self, n: int, *, wait_s: float | None = None, linger_s: float = 5.0) -> list[Eagle3TargetBatch]:
         """Up to `n` batches; none at the end of the stream, when a commit is due, or when none came in `wait_s`.
 
+        What it had in hand when it raised is not taken, and no `ack` is for it: it goes back when the stream is closed.
+
         Args:
-            n: most batches to take.
+            n: most batches to take, at most `held`.
             wait_s: how long to wait for the first; None waits for the end of the stream or a commit that is due.
             linger_s: how long to wait for each other.
 
         Raises:
+            ConfigError: `n` is more than `held`.
+            BuffersHeld: the loop keeps more samples than it said, and none came back; names them.
             NoProducers: prompts remain and no producer lives, if the stream was told to fail then.
             StaleLease: another trainer has restored the queue.
             QueueUnavailable: the server was away for longer than `outage_s`.
         """
-        taken: list[Eagle3TargetBatch] = []
-        while len(taken) < n and (sample := self._next(linger_s if taken else wait_s)):
-            taken.append(self._deliver(sample))
-        return taken
+        if n > self._held:
+            fix = (
+                f"pass held={n} to SampleStream, or {2 * n} for a loop that keeps a step's batches until the next one's"
+            )
+            raise ConfigError(
+                "more than the loop may keep", subject="take", wanted=f"held {self._held}", got=n, fix=fix
+            )
+        return self._taker.take(n, wait_s, linger_s, heed_commit=True)
 
     def ack(self, step: int | None = None) -> int:
         """Acknowledge all that was taken; returns how many samples the queue took it for.
@@ -229,7 +265,7 @@ class SampleStream:
     def close(self) -> None:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
-        self._prefetcher.stop(_JOIN_S)
+        self._prefetcher.join(_JOIN_S)
         # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
         for token, ids in sorted(self._holdings.drain().items(), reverse=True):
             try:
@@ -248,47 +284,11 @@ class SampleStream:
     ) -> None:
         self.close()
 
-    def _next(self, timeout_s: float | None, *, heed_commit: bool = True) -> Sample | None:
-        self._renewer.progress()
-        started_s, left_s = self._clock.monotonic(), math.inf if timeout_s is None else timeout_s
-        try:
-            while not self.ended:
-                is_due = heed_commit and self.commit_due
-                wait_s = 0.0 if is_due else min(left_s, _POLL_S)
-                entry = self._prefetcher.get(wait_s)
-                if isinstance(entry, Sample):
-                    if not self._renewer.is_lost(entry.token):
-                        return entry
-                    self._drop(entry)
-                elif isinstance(entry, End):
-                    self._end = entry
-                elif is_due or left_s <= wait_s:
-                    return None
-                left_s -= wait_s
-                self._renewer.progress()
-        finally:
-            self.stats.wait_s += self._clock.monotonic() - started_s
-        if self._end is not None and self._end.error is not None:
-            raise self._end.error
-        return None
-
-    def _deliver(self, sample: Sample) -> Eagle3TargetBatch:
-        self.stats.delivered += 1
-        self.stats.redelivered += sample.delivery_count > 1
-        self._settler.add(sample)
-        return sample.batch.to(self._device)
-
-    def _drop(self, sample: Sample) -> None:
-        """Its lease was lost before it was trained on: the next holder trains on it."""
-        self.stats.stale += 1
-        self._holdings.settle(sample.token, [sample.ref.sample_id])
-        log.warning("lease_lost", lease=sample.token, sample_id=sample.ref.sample_id)
-
     @contextlib.contextmanager
     def _in_session(self) -> Iterator[None]:
         """A newer session ends the stream."""
         try:
             yield
         except StaleLease as error:
-            self._end = End(error)
+            self._taker.end(error)
             raise

@@ -1,0 +1,108 @@
+"""The loop's end of a stream: waiting for samples, and handing out their batches."""
+
+import math
+import threading
+
+import torch
+
+from eaglefeed.clock import Clock
+from eaglefeed.consumer.expand import TargetHead
+from eaglefeed.consumer.holdings import Sample, StreamStats
+from eaglefeed.consumer.prefetch import End, Prefetcher
+from eaglefeed.consumer.settling import Settler
+from eaglefeed.errors import EaglefeedError
+from eaglefeed.logs import get_logger
+from eaglefeed.queue.holdings import Holdings
+from eaglefeed.queue.renewal import LeaseRenewer
+from eaglefeed.schema.batch import Eagle3TargetBatch
+
+__all__ = ["Taker"]
+
+_POLL_S = 0.5
+
+log = get_logger(__name__)
+
+
+class Taker:
+    """Takes samples out of the prefetcher; keeps none of them. SampleStream explains the arguments and the errors."""
+
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        settler: Settler,
+        *,
+        holdings: Holdings,
+        renewer: LeaseRenewer,
+        stats: StreamStats,
+        device: torch.device,
+        head: TargetHead | None,
+        stop: threading.Event,
+        clock: Clock,
+    ) -> None:
+        self._prefetcher, self._settler, self._holdings, self._renewer = prefetcher, settler, holdings, renewer
+        self._stats, self._device, self._head, self._stop, self._clock = stats, device, head, stop, clock
+        self._end: End | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._end is not None or self._stop.is_set()
+
+    @property
+    def drained(self) -> bool:
+        """Whether the queue had nothing more to lease."""
+        return self._end is not None and self._end.error is None
+
+    def end(self, error: EaglefeedError) -> None:
+        """Nothing more will come, for this reason."""
+        self._end = End(error)
+
+    def take(self, n: int, wait_s: float | None, linger_s: float, *, heed_commit: bool) -> list[Eagle3TargetBatch]:
+        """Up to `n` batches; does not wait while a commit is due, if it is to heed that."""
+        taken: list[Eagle3TargetBatch] = []
+        names: list[tuple[int, str, int]] = []
+        while len(taken) < n and (sample := self._next(linger_s if taken else wait_s, heed_commit)):
+            taken.append(self._ready(sample.batch.to(self._device)))
+            names.append((sample.token, sample.ref.sample_id, sample.delivery_count))
+        # Not earlier: what an error keeps from the loop, the loop's next ack must not settle.
+        for token, sample_id, delivery_count in names:
+            self._settler.add(token, sample_id)
+            self._stats.delivered += 1
+            self._stats.redelivered += delivery_count > 1
+        return taken
+
+    def _ready(self, batch: Eagle3TargetBatch) -> Eagle3TargetBatch:
+        """What a draft reads. Not made earlier: probabilities take several times the room of last hidden states."""
+        if self._head is None:
+            return batch
+        return Eagle3TargetBatch(**self._head.expand(batch.tensors()), sample_ids=batch.sample_ids)
+
+    def _next(self, timeout_s: float | None, heed_commit: bool) -> Sample | None:
+        self._renewer.progress()
+        started_s, left_s = self._clock.monotonic(), math.inf if timeout_s is None else timeout_s
+        try:
+            while not self.ended:
+                is_due = heed_commit and self._prefetcher.commit_due.is_set()
+                wait_s = 0.0 if is_due else min(left_s, _POLL_S)
+                entry = self._prefetcher.get(wait_s)
+                if isinstance(entry, Sample):
+                    if not self._renewer.is_lost(entry.token):
+                        return entry
+                    self._drop(entry)
+                elif isinstance(entry, End):
+                    self._end = entry
+                elif is_due or left_s <= wait_s:
+                    return None
+                left_s -= wait_s
+                self._renewer.progress()
+        finally:
+            self._stats.wait_s += self._clock.monotonic() - started_s
+        if self._end is not None and self._end.error is not None:
+            raise self._end.error
+        return None
+
+    def _drop(self, sample: Sample) -> None:
+        """Its lease was lost before it was trained on: the next holder trains on it."""
+        self._stats.stale += 1
+        self._holdings.settle(sample.token, [sample.ref.sample_id])
+        log.warning("lease_lost", lease=sample.token, sample_id=sample.ref.sample_id)
