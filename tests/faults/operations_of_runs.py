@@ -223,6 +223,42 @@ def requeue_of_a_prompt(run: Run) -> Call:
 
 
 @operation
+def find(run: Run) -> Call:
+    dead_and_alive(run)
+    return lambda to: to.samples.find(["later", "d", "c", "b", "nobody"])
+
+
+@operation
+def known(run: Run) -> Call:
+    dead_and_alive(run)
+    return lambda to: sorted(to.samples.known(["d", "c", "b", "nobody"]))
+
+
+@operation
+def leased(run: Run) -> Call:
+    run.in_group("a").put(items("x"))
+    token = lease(run.queue("samples", "b")).token
+    return lambda to: len(to.queue("samples", "a").leased([token, 1]))
+
+
+@operation
+def agree(run: Run) -> Call:
+    return lambda to: to.samples.agree("contract", b"first")
+
+
+@operation
+def agree_on_what_stands(run: Run) -> Call:
+    run.prompts.agree("contract", b"first")
+    return lambda to: to.samples.agree("contract", b"second")
+
+
+@operation
+def agreed(run: Run) -> Call:
+    run.prompts.agree("contract", b"first")
+    return lambda to: to.samples.agreed()
+
+
+@operation
 def purge(run: Run) -> Call:
     dead_and_alive(run)
     run.samples.restore(0)

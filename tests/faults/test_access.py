@@ -113,7 +113,12 @@ def test_the_files_user_may_do_all_that_the_queue_does(server: Server) -> None:
     feed_and_produce(prompts, samples, queues[1])
     train(samples)
     assert len(list(samples.payloads())) == 3
+    assert samples.known(["i0", "i9"]) == {"i0"}
+    assert [item.stored_bytes for item in samples.find(["i0", "i9"])] == [5]
+    assert samples.agree("instance", b"x") == b"x"
+    assert samples.agreed() == {"instance": b"x"}
     got = lease(other)
+    assert samples.leased([got.token]) == {got.token}
     other.ack(got.token, [item.id for item in got.items])
     assert sorted(item.id for item in other.released()) == ["i0", "i1"]
     other.forget(["i0", "i1"])

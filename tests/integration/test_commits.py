@@ -8,13 +8,14 @@ from types import ModuleType
 import pytest
 
 import pipeline
-from eaglefeed.consumer import prefetch, release
+from eaglefeed.consumer import prefetch
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.errors import QueueUnavailable, StaleLease, StorageError
 from eaglefeed.queue.base import Lease, QueueItem, QueueLimits
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.refs import SampleRef
+from eaglefeed.storage import janitor
 from eaglefeed.storage.memory import MemoryStore
 
 
@@ -196,9 +197,9 @@ def test_a_crash_after_the_deletion_is_no_error_later(run: pipeline.Run, stream:
 
 
 def test_more_released_samples_than_a_page_all_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_PAGE", 10)
+    monkeypatch.setattr(janitor, "_RELEASED_PAGE", 10)
     run = _run(45)
-    with SampleStream(run.samples, run.store, consumer="t", lease_batch=100, prefetch=100) as stream:
+    with SampleStream(run.samples, run.store, consumer="t", lease_batch=100, prefetch=100, held=45) as stream:
         stream.take(45)
         stream.ack(1)
         assert stream.commit(1) == 45

@@ -57,7 +57,8 @@ def _train(run: pipeline.Run, folder: Path, *, every: int = 3, keep: int = 2) ->
         try:
             TrainingRun(trainer, stream, folder, contract="c", **options).train()
         except KilledError:
-            stream._prefetcher.stop(10)
+            stream.stop()
+            stream._prefetcher.join(10)
             stream._holdings.drain()  # what a killed process holds stays leased
             raise
     return trainer.draft.state_dict()

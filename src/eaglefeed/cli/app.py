@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eaglefeed import __version__
-from eaglefeed.cli import answers, bench, demo, feed, produce, queue, train, validate, vocab
+from eaglefeed.cli import answers, bench, demo, feed, produce, queue, store, train, validate, vocab
 from eaglefeed.errors import (
     ConfigError,
     EaglefeedError,
@@ -58,6 +58,7 @@ app.command("produce")(produce.produce)
 app.command("train")(train.train)
 app.command("validate")(validate.validate)
 app.add_typer(queue.app, name="queue")
+app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 
 

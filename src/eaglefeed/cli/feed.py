@@ -15,6 +15,7 @@ from eaglefeed.cli.common import (
     JsonOption,
     RedisOption,
     RunOption,
+    RunQueues,
     StoreOption,
     TargetOption,
     VocabOption,
@@ -29,9 +30,9 @@ from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
-from eaglefeed.storage.base import StoreHealth
+from eaglefeed.storage.base import ENDLESS, StoreHealth
 
-__all__ = ["check_limits", "feed", "queue_limits"]
+__all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 
 _CHUNK = 500
 _FULL_WAIT_S = 600.0
@@ -49,10 +50,11 @@ class Estimate(NamedTuple):
 
 @dataclass
 class Fed:
-    """What became of the items: new ones, known ones, and ids that are known with another content."""
+    """What became of the items: new ones, known ones, those whose samples a rebuilt queue holds, conflicting ids."""
 
     queued: int = 0
     known: int = 0
+    produced: int = 0
     conflicts: list[str] = field(default_factory=list)
 
 
@@ -82,7 +84,6 @@ def feed(
         feed__max_length=max_length,
         feed__keep_open=keep_open or None,
         produce__vocab=vocab,
-        produce__supervision="target_probs" if vocab else None,
     )
     report = ReadReport()
     with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
@@ -95,13 +96,13 @@ def feed(
             emit(False, {}, lines)
         check_limits(limits, settings, estimate.largest_bytes, health)
         with open_queues(settings) as queues:
-            queues.samples.configure(limits, groups=settings.queue.groups)
-            queues.prompts.configure(limits)
-            fed = _put_all(queues.prompts, spool)
+            configure_queues(settings, queues, limits)
+            fed = _put_all(queues, spool)
             if not settings.feed.keep_open:
-                queues.prompts.close()
+                _close(queues)
     document |= estimate._asdict() | asdict(fed) | {"run": settings.run.id}
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
+    told += f", {fed.produced} have their samples already" if fed.produced else ""
     emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
 
 
@@ -116,6 +117,12 @@ def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
         low_bytes=min(queue.low_bytes, int(_LOW_SHARE * health.free_bytes)),
         max_deliveries=queue.max_deliveries,
     )
+
+
+def configure_queues(settings: Settings, queues: RunQueues, limits: QueueLimits) -> None:
+    """Give both queues their limits, and the samples their groups, once and for good."""
+    queues.samples.configure(limits, groups=settings.queue.groups)
+    queues.prompts.configure(limits)
 
 
 def check_limits(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> None:
@@ -144,7 +151,8 @@ def _too_few_bytes(limits: QueueLimits, settings: Settings, largest_bytes: int, 
     got, first = human_bytes(limits.high_bytes), "raise queue.high_bytes"
     if limits.high_bytes < settings.queue.high_bytes:
         got += f", {_HIGH_SHARE:.0%} of the {human_bytes(health.free_bytes)} that the store has free"
-        first = "free space in the store"
+        in_memory = settings.store_uri.startswith("shm://")
+        first = "raise the container's shm_size" if in_memory else "free space in the store"
     return ConfigError(
         "room for less than one step",
         subject="queue.high_bytes",
@@ -159,7 +167,7 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     from eaglefeed.cli.targets import target_tokenizer, vocabulary_map
     from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
     from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
-    from eaglefeed.producer.sizes import sample_bytes, target_sizes
+    from eaglefeed.producer.sizes import Encoding, sample_bytes, target_sizes
     from eaglefeed.schema.prompt import encode_prompt
 
     tokenizer = target_tokenizer(settings)
@@ -170,13 +178,14 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     }
     max_length = min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
     mapping = vocabulary_map(settings)
-    draft_size = mapping.draft_vocab_size if mapping else None
+    produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0
+    encoding = Encoding(produce.supervision, produce.aux_storage, produce.supervision_rows, draft_size)
     items = tokens = total = largest = 0
     rows = read_conversations(path, tokenizer, report, max_length=max_length)
     for group in batches(rows, settings.feed.batch_size):
         prompt = to_prompt(group, **fingerprints, max_length=max_length)
         spool.write(msgpack.packb([prompt.sample_id, encode_prompt(prompt)]))
-        size = sample_bytes(prompt, sizes, dtype=settings.target.dtype, draft_vocab_size=draft_size)
+        size = sample_bytes(prompt, sizes, encoding, dtype=settings.target.dtype)
         items, tokens, total = items + 1, tokens + prompt.num_tokens, total + size
         largest = max(largest, size)
     spool.seek(0)
@@ -185,19 +194,36 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
 
 def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:
     at_once = min(estimate.num_bytes, limits.high_bytes)
+    free = "it has no end" if health == ENDLESS else f"{human_bytes(health.free_bytes)} are free"
     return [
         f"{estimate.items} items, {estimate.tokens} tokens",
         f"samples take {human_bytes(estimate.num_bytes)} in all, the largest {human_bytes(estimate.largest_bytes)}",
-        f"{uri}: at most {human_bytes(at_once)} at once, {human_bytes(health.free_bytes)} are free",
+        f"{uri}: at most {human_bytes(at_once)} at once, {free}",
     ]
 
 
-def _put_all(prompts: LeaseQueue, spool: IO[bytes]) -> Fed:
+def _put_all(queues: RunQueues, spool: IO[bytes]) -> Fed:
     fed = Fed()
     items = (QueueItem(sample_id, payload) for sample_id, payload in msgpack.Unpacker(spool, max_buffer_size=2**31 - 1))
     while chunk := list(islice(items, _CHUNK)):
-        _put(prompts, chunk, fed)
+        missing = _without_samples(queues, chunk)
+        fed.produced += len(chunk) - len(missing)
+        _put(queues.prompts, missing, fed)
     return fed
+
+
+def _close(queues: RunQueues) -> None:
+    """Close the prompts; if all have their samples, no producer will come to close these."""
+    queues.prompts.close()
+    if queues.prompts.stats().unsettled == 0:
+        queues.samples.close()
+
+
+def _without_samples(queues: RunQueues, chunk: list[QueueItem]) -> list[QueueItem]:
+    """Leave out prompts that only the samples know: a rebuilt queue has their samples, and would refuse others."""
+    known = queues.samples.known([item.id for item in chunk])
+    known -= queues.prompts.known(known)
+    return [item for item in chunk if item.id not in known]
 
 
 def _put(prompts: LeaseQueue, chunk: list[QueueItem], fed: Fed) -> None:

@@ -132,7 +132,7 @@ def purge(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete all that a run's queues hold and know, for every group. Shards stay in the store."""
+    """Delete all that a run's queues hold and know, for every group. Shards stay until you rebuild or delete them."""
     if not yes and not sys.stdin.isatty():
         raise ConfigError("purge asks first, and there is no terminal to ask on", fix="pass --yes; nothing was deleted")
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
@@ -145,6 +145,8 @@ def purge(
             raise typer.Exit(1)
         purged = {each.name: each.purge() for each in chosen}  # prompts first: then nobody hands a sample off any more
     told = [f"{name}: deleted, {count} were not done" for name, count in purged.items()]
+    if any(map(rules.prompts_of, purged)):
+        told.append(f"before you feed: `eaglefeed store rebuild` uses the shards again, or delete {settings.store_uri}")
     emit(as_json, {"run": queues.run, "purged": purged}, told)
 
 
@@ -156,7 +158,7 @@ def _say_what_goes(settings: Settings, queues: RunQueues, names: tuple[str, ...]
     lines = [
         f"run {queues.run} at {queues.address}, to be deleted with all dead letters and the memory of what is done:",
         *(_line(each) for each in found),
-        f"shards stay where they are: {settings.store_uri}",
+        f"shards stay{', and no janitor deletes them' * any(map(rules.prompts_of, names))}: {settings.store_uri}",
     ]
     sys.stderr.write("".join(f"{line}\n" for line in lines))
 

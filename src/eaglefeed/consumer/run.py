@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
+from eaglefeed.consumer.expand import TargetHead, head_of_run
 from eaglefeed.consumer.files import translated
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 from eaglefeed.errors import ConfigError, SampleMissing, TargetUnavailable
 from eaglefeed.logs import get_logger
-from eaglefeed.schema.batch import Eagle3TargetBatch
-from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, RunContract
+from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECORD, RunContract
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["RunAssets", "TrainingRun", "load_run_assets", "only_trainer_of", "wait_for_run"]
+__all__ = ["RunAssets", "TrainingRun", "check_record", "load_run_assets", "only_trainer_of", "wait_for_run"]
 
 _POLL_S = 0.5
 _IDLE_S = 5.0
@@ -39,11 +41,28 @@ class RunAssets:
         config: the target's config.json.
         tensors: embed_tokens.weight [V, H], lm_head.weight [V, H], norm.weight [H], and t2d [V] where the run has a
             vocabulary map.
+        metadata: the numbers of the target's LogitRule.
     """
 
     contract: RunContract
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+    def head(self, t2d: Tensor | None = None, *, device: torch.device | str = "cpu") -> TargetHead | None:
+        """What a SampleStream makes target_probs with; None in a run whose samples hold logits or probabilities.
+
+        Args:
+            t2d: [V] bool, the draft vocabulary; the run's own map by default, or the whole vocabulary without one.
+            device: where batches are trained on.
+
+        Raises:
+            ContractMismatch: the assets hold another head than the one that the samples were made for.
+            SchemaError: the vocabulary map is another target's.
+        """
+        everything = torch.ones(self.contract.vocab_size, dtype=torch.bool)
+        chosen = self.tensors.get("t2d", everything) if t2d is None else t2d
+        return head_of_run(self.contract, self.tensors, self.metadata, chosen, device=device)
 
 
 def load_run_assets(store: FeatureStore) -> RunAssets:
@@ -57,7 +76,16 @@ def load_run_assets(store: FeatureStore) -> RunAssets:
     if data is None or assets is None:
         raise SampleMissing(CONTRACT_FILE if data is None else ASSETS_FILE, store.uri)
     tensors, metadata = assets
-    return RunAssets(RunContract.from_json(data), json.loads(metadata["config"]), tensors)
+    return RunAssets(RunContract.from_json(data), json.loads(metadata["config"]), tensors, metadata)
+
+
+def check_record(samples: LeaseQueue, contract: RunContract) -> None:
+    """Check that the contract beside the shards is the one that the run's queues hold; the first to look stores it.
+
+    Raises:
+        ContractMismatch: names every field that differs: the store is another run's than the queue.
+    """
+    RunContract.from_json(samples.agree(CONTRACT_RECORD, contract.to_json())).require(contract, "the trainer's store")
 
 
 def wait_for_run(
@@ -145,22 +173,26 @@ class TrainingRun:
         steps = 0
         with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
             while not self._stream.ended:
-                if batches := self._stream.take(self._samples_per_step, wait_s=_IDLE_S):
-                    self._step(batches, history)
-                    steps += 1
+                trained = self._step(history)
+                steps += trained
                 # Nothing came: the queue has no room, or the store has none and producers wait for ours to go.
-                if not self._stream.ended and (not batches or self._unsaved >= self._every):
-                    self._settle(newest=not batches)
+                if not self._stream.ended and (not trained or self._unsaved >= self._every):
+                    self._settle(newest=not trained)
         self._settle(newest=self._stream.drained)
         return steps
 
-    def _step(self, batches: list[Eagle3TargetBatch], history: TextIO) -> None:
+    def _step(self, history: TextIO) -> bool:
+        """Train on what comes, and keep nothing of it; False if nothing came."""
+        batches = self._stream.take(self._samples_per_step, wait_s=_IDLE_S)
+        if not batches:
+            return False
         result = self._trainer.step(batches)
         self._unsaved += 1
         self._stream.ack(result.step)
         history.write(json.dumps(self._row(result, len(batches))) + "\n")
         history.flush()
         self._on_step(result)
+        return True
 
     def _settle(self, *, newest: bool) -> None:
         """Write what no checkpoint holds yet, and commit: earlier checkpoints stay usable unless the queue waits."""

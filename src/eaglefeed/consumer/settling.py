@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from eaglefeed.clock import Clock
-from eaglefeed.consumer.holdings import Holdings, Sample, StreamStats, bear_outage
-from eaglefeed.consumer.release import delete_released
+from eaglefeed.consumer.holdings import StreamStats, bear_outage
 from eaglefeed.errors import QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import AckResult, LeaseQueue
+from eaglefeed.queue.holdings import Holdings
+from eaglefeed.schema.contract import RETAIN_RECORD
 from eaglefeed.storage.base import FeatureStore
+from eaglefeed.storage.janitor import delete_released
 
 __all__ = ["Settler"]
 
@@ -39,16 +41,18 @@ class Settler:
         self._samples, self._store, self._holdings, self._stats = samples, store, holdings, stats
         self._session, self._retain = session, retain
         self._outage_s, self._stop, self._clock = outage_s, stop, clock
-        self._taken: list[Sample] = []
+        self._taken: dict[int, list[str]] = defaultdict(list)
         self._seen: dict[int, list[str]] = {}
+        if retain:  # for the janitors, which know of no stream
+            samples.agree(RETAIN_RECORD, b"1")
 
-    def add(self, sample: Sample) -> None:
-        """It was taken: the next `ack` is for it too."""
-        self._taken.append(sample)
+    def add(self, token: int, sample_id: str) -> None:
+        """It was taken: the next `ack` is for it too. Its tensors are the loop's alone."""
+        self._taken[token].append(sample_id)
 
     def ack(self, step: int | None) -> int:
         """Acknowledge what was taken; returns how many samples were."""
-        return sum(self._ack_lease(token, ids, step) for token, ids in self._by_lease().items())
+        return sum(self._ack_lease(token, ids, step) for token, ids in list(self._taken.items()))
 
     def commit(self, step: int) -> int:
         """Settle what was acknowledged at `step` or before; returns how many samples."""
@@ -61,14 +65,11 @@ class Settler:
         return [sample_id for step in sorted(self._seen) for sample_id in self._seen[step]]
 
     def delete_released(self) -> int:
-        """Delete the shards that no group needs any more; returns how many samples were released."""
-        return self._call(lambda: delete_released(self._samples, self._store, retain=self._retain))
+        """Delete the shards that no group needs any more, unless a stream of the run retains them; returns how many."""
+        return self._call(lambda: delete_released(self._samples, self._store, retains=self._retains, clock=self._clock))
 
-    def _by_lease(self) -> dict[int, list[str]]:
-        taken: dict[int, list[str]] = defaultdict(list)
-        for sample in self._taken:
-            taken[sample.token].append(sample.ref.sample_id)
-        return taken
+    def _retains(self) -> bool:
+        return self._retain or RETAIN_RECORD in self._samples.agreed()
 
     def _ack_lease(self, token: int, ids: list[str], step: int | None) -> int:
         def ack() -> AckResult:
@@ -80,7 +81,7 @@ class Settler:
                 raise
 
         result = self._call(ack)
-        self._taken = [sample for sample in self._taken if sample.token != token]
+        del self._taken[token]
         self._stats.acked += len(result.ok)
         self._stats.stale += len(result.stale)
         if step is not None:

@@ -18,7 +18,7 @@ holds it dead and the others have done it: then it takes no room any more. Time 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from eaglefeed.queue.values import (
     MAIN_GROUP,
@@ -252,8 +252,34 @@ class LeaseQueue(ABC):
         """
 
     @abstractmethod
+    def find(self, ids: Collection[str]) -> list[QueueItem]:
+        """Those of `ids` whose payload is kept: open, dead to some group, or released and not forgotten."""
+
+    @abstractmethod
+    def known(self, ids: Collection[str]) -> set[str]:
+        """Those of `ids` that were put once, also if they are done and forgotten."""
+
+    @abstractmethod
+    def leased(self, tokens: Collection[int]) -> set[int]:
+        """Those leases, of any group, that still stand: also run out ones, as long as nobody has reclaimed them.
+
+        A token that does not stand never will again.
+        """
+
+    @abstractmethod
+    def agree(self, name: str, value: bytes) -> bytes:
+        """Store a value in the run's record, unless one of that name stands there; returns what stands there."""
+
+    @abstractmethod
+    def agreed(self) -> dict[str, bytes]:
+        """The run's record, which is shared by all its queues and outlives a purge, but for its INSTANCE."""
+
+    @abstractmethod
     def purge(self) -> int:
         """Delete the queue and all that it knows but its groups, sessions and last tokens.
+
+        That of a samples queue makes the run's record forget rules.INSTANCE, which becomes a name behind rules.FORMER:
+        what knew nothing else of the run than its refs must not take it for the same any more.
 
         Returns how many items it held that were not done.
         """

@@ -1,60 +1,32 @@
 """The lease queue in one process's memory: what the Redis scripts do, in plain Python. Use it in your tests."""
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from eaglefeed.errors import StaleLease
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import (
-    MAIN_GROUP,
     MAX_BATCH,
     AckResult,
-    DeadLetter,
     DrainState,
     Lease,
-    LeasedItem,
     LeaseQueue,
     NoLease,
     PutResult,
     QueueItem,
     QueueLimits,
-    QueueStats,
 )
 from eaglefeed.queue.memory_group import GroupState
-from eaglefeed.queue.memory_state import MemoryServer, State
+from eaglefeed.queue.memory_state import MemoryServer
+from eaglefeed.queue.memory_view import MemoryView
 
 __all__ = ["MemoryLeaseQueue", "MemoryServer"]
 
 _POLL_S = 0.005
 
 
-class MemoryLeaseQueue(LeaseQueue):
+class MemoryLeaseQueue(MemoryView):
     """A queue on a MemoryServer; queues of the same server, namespace and name are one."""
-
-    def __init__(
-        self,
-        server: MemoryServer,
-        namespace: str,
-        name: str,
-        group: str = MAIN_GROUP,
-        *,
-        jitter: Callable[[], float] = random.random,
-    ) -> None:
-        self.namespace, self.name = rules.check_name("run", namespace), rules.check_name("queue", name)
-        self.group = rules.check_name("group", group)
-        self._server, self._lock, self._jitter = server, server.lock, jitter
-
-    @property
-    def _state(self) -> State:
-        run = self._server.queues(self.namespace)
-        return run.setdefault(self.name, State(self.name, run))
-
-    @property
-    def _own(self) -> GroupState:
-        groups = self._state.groups
-        rules.check_group(self.name, self.group, groups)
-        return groups[self.group]
 
     def configure(self, limits: QueueLimits, *, groups: Sequence[str] = ()) -> None:
         """See LeaseQueue."""
@@ -65,14 +37,6 @@ class MemoryLeaseQueue(LeaseQueue):
                 state.declare(names)
             state.limits = limits
             state.update_room()
-
-    def groups(self) -> tuple[str, ...]:
-        """See LeaseQueue."""
-        return tuple(sorted(self._state.groups))
-
-    def limits(self) -> QueueLimits:
-        """See LeaseQueue."""
-        return self._state.limits
 
     def put(self, items: Sequence[QueueItem]) -> PutResult:
         """See LeaseQueue."""
@@ -248,20 +212,6 @@ class MemoryLeaseQueue(LeaseQueue):
         """See LeaseQueue."""
         self._state.closed = True
 
-    def stats(self) -> QueueStats:
-        """See LeaseQueue."""
-        with self._lock:
-            roles = [role for role, _ in self._server.living(self.namespace)]
-            workers = {role: roles.count(role) for role in sorted(set(roles))}
-            return self._own.stats(self.group, workers)
-
-    def dead_letters(self) -> Iterator[DeadLetter]:
-        """See LeaseQueue."""
-        with self._lock:
-            own, items = self._own, self._state.items
-            dead = list(own.dead.items())
-            return iter([DeadLetter(i, reason, own.deliveries[i], items[i].payload) for i, reason in dead])
-
     def requeue(self, ids: Sequence[str]) -> int:
         """See LeaseQueue."""
         with self._lock:
@@ -272,16 +222,12 @@ class MemoryLeaseQueue(LeaseQueue):
                 state.samples.closed = False
             return num_items
 
-    def payloads(self) -> Iterator[LeasedItem]:
-        """See LeaseQueue."""
-        with self._lock:
-            own, items = self._own, self._state.items
-            ids = sorted(self._state.places, key=self._state.places.__getitem__)
-            return iter([LeasedItem(i, items[i].payload, own.deliveries[i]) for i in ids])
-
     def purge(self) -> int:
         """See LeaseQueue."""
         with self._lock:
             old = self._state
             self._server.queues(self.namespace)[self.name] = old.emptied()
+            record = self._server.record(self.namespace)
+            if rules.prompts_of(self.name) is not None and (instance := record.pop(rules.INSTANCE, None)):
+                record[rules.FORMER + instance.decode()] = b"1"
             return len(old.items) - len(old.released)

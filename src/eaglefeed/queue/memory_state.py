@@ -212,6 +212,7 @@ class MemoryServer:
         self.lock = RLock()
         self._runs: dict[str, dict[str, State]] = {}
         self._workers: dict[str, dict[tuple[str, str], int]] = {}
+        self._records: dict[str, dict[str, bytes]] = {}
 
     def now_ms(self) -> int:
         """The server's time in milliseconds."""
@@ -224,6 +225,10 @@ class MemoryServer:
     def seen(self, namespace: str) -> dict[tuple[str, str], int]:
         """(role, worker) of a run → when it last showed a sign of life, server ms."""
         return self._workers.setdefault(namespace, {})
+
+    def record(self, namespace: str) -> dict[str, bytes]:
+        """What a run agreed on, by name."""
+        return self._records.setdefault(namespace, {})
 
     def living(self, namespace: str) -> list[tuple[str, str]]:
         """(role, worker) of those that showed a sign of life within the grace period."""

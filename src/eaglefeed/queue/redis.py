@@ -1,6 +1,6 @@
 """The lease queue on Redis or Valkey: calls and replies. What a call does stands in `lua/<call>.lua`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, fields
 
 from eaglefeed.errors import IdConflict, QueueClosed, QueueFull, StaleLease
@@ -19,7 +19,7 @@ from eaglefeed.queue.base import (
     QueueLimits,
     QueueStats,
 )
-from eaglefeed.queue.redis_keys import RedisKeys
+from eaglefeed.queue.redis_keys import RedisKeys, batched
 
 __all__ = ["RedisLeaseQueue"]
 
@@ -182,7 +182,7 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
     def recall(self, samples: LeaseQueue) -> int:
         """See LeaseQueue."""
         target, grace_ms = rules.check_pair(self, samples, RedisLeaseQueue), int(rules.WORKER_GRACE_S * 1000)
-        held = {item_id: producer for page in self._pages("held") for item_id, producer in page.items()}
+        held = {item_id: producer for page in self._pages(self.key("held")) for item_id, producer in page.items()}
         places = self._client.call("ZMSCORE", self.key("seq"), *held) if held else []
         # Each chunk goes to the head: the last place first.
         ids = [i for _, i in sorted(((float(at), i) for at, i in zip(places, held, strict=True) if at), reverse=True)]
@@ -227,7 +227,7 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
     def dead_letters(self) -> Iterator[DeadLetter]:
         """See LeaseQueue."""
         self._check_group()
-        for found in self._pages("dead"):
+        for found in self._pages(self.key("dead")):
             payloads = self._client.call("HMGET", self.key("ref"), *found)
             counts = self._client.call("HMGET", self.key("deliveries"), *found)
             for (item_id, reason), payload, count in zip(found.items(), payloads, counts, strict=True):
@@ -249,9 +249,44 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
             for item_id, payload, count in zip(*columns, strict=True):
                 yield LeasedItem(item_id.decode(), payload, count)
 
+    def find(self, ids: Collection[str]) -> list[QueueItem]:
+        """See LeaseQueue."""
+        found = []
+        for chunk in batched(ids):
+            payloads = self._client.call("HMGET", self.key("ref"), *chunk)
+            sizes = self._client.call("HMGET", self.key("bytes"), *chunk)
+            rows = zip(chunk, payloads, sizes, strict=True)
+            found += [
+                QueueItem(item_id, payload, int(size or 0)) for item_id, payload, size in rows if payload is not None
+            ]
+        return found
+
+    def known(self, ids: Collection[str]) -> set[str]:
+        """See LeaseQueue."""
+        return self._fields("digest", ids)
+
+    def leased(self, tokens: Collection[int]) -> set[int]:
+        """See LeaseQueue."""
+        names = [str(token) for token in tokens]
+        return {int(name) for group in self.groups() for name in self._fields("state", names, group)}
+
+    def agree(self, name: str, value: bytes) -> bytes:
+        """See LeaseQueue."""
+        while True:
+            # a look first, which also a server out of memory grants
+            stands: bytes | None = self._client.call("HGET", self._run_key("run"), name)
+            if stands is not None:
+                return stands
+            self._client.call("HSETNX", self._run_key("run"), name, value)
+
+    def agreed(self) -> dict[str, bytes]:
+        """See LeaseQueue."""
+        pages = self._pages(self._run_key("run"))
+        return {name.decode(): value for page in pages for name, value in page.items()}
+
     def purge(self) -> int:
         """See LeaseQueue."""
-        return int(self._run("purge")[1])
+        return int(self._run("purge", int(rules.prompts_of(self.name) is not None))[1])
 
 
 def _wire(item: QueueItem) -> tuple[str, bytes, str, int]:

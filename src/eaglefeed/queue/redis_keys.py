@@ -7,19 +7,27 @@ stand in the scripts' comments; `…:workers` and the clients' `…:replay:<clie
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, Self
 
 from eaglefeed.queue import rules
-from eaglefeed.queue.base import MAIN_GROUP
+from eaglefeed.queue.base import MAIN_GROUP, MAX_BATCH
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.scripts import Keys, Script, load
 
-__all__ = ["RedisKeys"]
+__all__ = ["RedisKeys", "batched"]
 
 _SHARED = frozenset({"digest", "ref", "seq", "bytes", "pending", "released", "held", "recalled", "ctl", "room"})
 Route = tuple[Keys, str, threading.Lock]
 _MAX_WAIT_S, _MIN_WAIT_S = 1.0, 0.01
+
+
+def batched(names: Collection[str]) -> Iterator[list[str]]:
+    """Chunks of as many names as one command takes."""
+    rest = iter(names)
+    while chunk := list(islice(rest, MAX_BATCH)):
+        yield chunk
 
 
 class RedisKeys:
@@ -96,11 +104,19 @@ class RedisKeys:
         # 0 would wait for ever, and a second is well below the socket's timeout
         self._client.call("BLPOP", self.key(key), f"{min(max(wait_s, _MIN_WAIT_S), _MAX_WAIT_S):.3f}")
 
+    def _fields(self, key: str, names: Collection[str], group: str = "") -> set[str]:
+        """Those fields of a hash that are there."""
+        found = set[str]()
+        for chunk in batched(names):
+            values = self._client.call("HMGET", self.key(key, group), *chunk)
+            found.update(name for name, value in zip(chunk, values, strict=True) if value is not None)
+        return found
+
     def _pages(self, key: str) -> Iterator[dict[bytes, bytes]]:
         """A hash in bounded steps; each field comes once."""
         cursor, seen = b"0", set[bytes]()
         while True:
-            cursor, flat = self._client.call("HSCAN", self.key(key), cursor, "COUNT", rules.PAGE)
+            cursor, flat = self._client.call("HSCAN", key, cursor, "COUNT", rules.PAGE)
             pairs = zip(flat[::2], flat[1::2], strict=True)
             page = {name: value for name, value in pairs if name not in seen}
             seen.update(page)

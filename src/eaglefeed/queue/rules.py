@@ -10,6 +10,8 @@ from eaglefeed.errors import ConfigError, InputError, QueueError
 from eaglefeed.queue.base import MAX_BATCH, LeaseQueue, QueueItem, QueueLimits
 
 __all__ = [
+    "FORMER",
+    "INSTANCE",
     "PAGE",
     "WORKER_GRACE_S",
     "backoff_ms",
@@ -34,6 +36,8 @@ PAGE = 200
 """Items a step of a listing reads."""
 WORKER_GRACE_S = 30.0
 """A worker whose last sign of life is older does not live."""
+INSTANCE, FORMER = "instance", "former:"
+"""In the run's record: a random id of its queues; and, with such an id behind it, one that a purge made it forget."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ID = re.compile(r"[^\n]{1,256}")

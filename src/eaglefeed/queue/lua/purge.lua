@@ -24,13 +24,20 @@
 --   each.dead        HASH  id -> reason
 --   each.state       HASH  token, session, restoring, committed, redelivered, leases, and counts
 --   each.wake        LIST  at most 4 tokens that waiting leases pop
+--   run.run     HASH  the run's record: instance, former:<instance>, and what the run agreed on
 --   run.replay  HASH  call -> sequence number and reply of this client's last one
+-- ARGV   1 if the record forgets its instance
 -- Reply  {ok, how many items it kept that were not released}
 local before = earlier(run)
 if before then return before end
 local ctl, lasting = call('HMGET', q.ctl, 'groups', 'released'), {}
 local kept, names = call('HLEN', q.ref) - tonumber(ctl[2] or 0), ctl[1]
 for i, group in ipairs(groups) do lasting[i] = call('HMGET', group.state, 'token', 'session') end
+local instance = ARGV[1] == '1' and call('HGET', run.run, 'instance')
+if instance then
+  call('HDEL', run.run, 'instance')
+  call('HSET', run.run, 'former:' .. instance, '1')
+end
 for _, keys in ipairs({q, unpack(groups)}) do
   for _, key in pairs(keys) do call('UNLINK', key) end
 end

@@ -1,0 +1,76 @@
+"""What all producers of a run agree on: its contract, and what trainers need of the target."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from eaglefeed.errors import SchemaError
+from eaglefeed.producer.ledger import register
+from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECORD, RunContract
+from eaglefeed.schema.prompt import Prompt
+from eaglefeed.storage.base import FeatureStore
+
+__all__ = ["RunAgreement"]
+
+
+class RunAgreement:
+    """One producer's side of it: the first prompt shows whether it fits the run.
+
+    Args:
+        store: where contract and assets lie.
+        samples: whose run's record holds the contract too.
+        mine: the contract as this producer would write it; its max_length is taken from the first prompt.
+        assets: what trainers need of the target, written once a run.
+        run_id: the run.
+        name: the producer's.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        samples: LeaseQueue,
+        mine: RunContract,
+        assets: Callable[[], tuple[dict[str, Tensor], dict[str, str]]],
+        *,
+        run_id: str,
+        name: str,
+    ) -> None:
+        self._store, self._samples, self._run_id = store, samples, run_id
+        self._mine, self._assets, self._name = mine, assets, name
+        self._contract: RunContract | None = None
+
+    def contract_for(self, prompt: Prompt) -> RunContract:
+        """The run's contract, which the prompt fits.
+
+        Raises:
+            ContractMismatch: this producer differs from the run's contract, or from the first prompt.
+            SchemaError: a later prompt was tokenized otherwise.
+        """
+        theirs = self._mine.model_copy(
+            update={
+                "tokenizer_fingerprint": prompt.tokenizer_fingerprint,
+                "template_fingerprint": prompt.template_fingerprint,
+                "max_length": prompt.max_length,
+            }
+        )
+        if self._contract is None:
+            mine = self._mine.model_copy(update={"max_length": prompt.max_length})
+            theirs.require(mine, f"producer {self._name}")
+            self._contract = self._agree(theirs)
+        elif theirs != self._contract:
+            fault = "prompt tokenized otherwise than the run's contract says"
+            raise SchemaError(fault, subject=prompt.sample_id, wanted=self._contract.id, got=theirs.id)
+        return self._contract
+
+    def _agree(self, mine: RunContract) -> RunContract:
+        """Write the run's contract and assets, or check that mine is the one that stands there."""
+        register(self._store, self._samples, self._run_id)
+        self._store.put_document(CONTRACT_FILE, mine.to_json())
+        written = self._store.get_document(CONTRACT_FILE)
+        RunContract.from_json(written or b"").require(mine, f"producer {self._name}")
+        stands = self._samples.agree(CONTRACT_RECORD, mine.to_json())
+        RunContract.from_json(stands).require(mine, f"producer {self._name}")
+        if not self._store.has_document(ASSETS_FILE):
+            self._store.put_assets(ASSETS_FILE, *self._assets())
+        return mine

@@ -1,0 +1,103 @@
+"""A queue that lost its data gets the refs of the shards that lie in the store."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from eaglefeed.errors import ConfigError, QueueFull, SampleCorrupt, SampleMissing, SchemaError
+from eaglefeed.producer.ledger import QueueLedger
+from eaglefeed.queue import rules
+from eaglefeed.queue.base import LeaseQueue, QueueItem
+from eaglefeed.schema.eagle3_compact import validate_any_ref
+from eaglefeed.schema.refs import SampleRef, encode_ref
+from eaglefeed.storage.base import FeatureStore, key_of
+from eaglefeed.storage.orphans import name_parts, note_instance, read_own_ref
+
+__all__ = ["Rebuilt", "check_empty", "rebuild"]
+
+
+@dataclass
+class Rebuilt:
+    """What became of the shards: put back, older ones of the same ids, other runs', and damaged ones with reasons."""
+
+    refs: int = 0
+    num_bytes: int = 0
+    older: int = 0
+    foreign: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+
+def rebuild(store: FeatureStore, prompts: LeaseQueue, samples: LeaseQueue, run_id: str) -> Rebuilt:
+    """Put the refs of the run's whole shards into its empty samples queue, in the order in which they were leased.
+
+    Of several shards of one id, the newest that is not damaged counts. What trainers had learned comes again. All
+    headers are read before the first ref is put; a shard that is deleted meanwhile is left out.
+
+    Args:
+        store: where the shards lie.
+        prompts: of the run; nothing was fed yet.
+        samples: of the run, as one of its groups sees it; limits and groups are set.
+        run_id: as it stands in the refs.
+
+    Raises:
+        ConfigError: the queues hold or know something already, or a producer lives; nothing was put.
+        QueueFull: more samples than queue.max_depth; nothing was put.
+        StorageError: a shard cannot be read now; nothing was put.
+    """
+    check_empty(prompts, samples)
+    found = Rebuilt()
+    refs = list(_newest_refs(store, run_id, found))
+    there = {shard.key for shard in store.scan()}  # reading took its time, and a janitor may have been at work
+    items = [QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes) for ref in refs if key_of(ref) in there]
+    max_depth = samples.limits().max_depth
+    if len(items) > max_depth:
+        raise QueueFull(samples.name, depth=len(items), max_depth=max_depth)
+    check_empty(prompts, samples)
+    samples.put(items)
+    note_instance(store, QueueLedger(run_id, lambda _: samples))
+    found.refs, found.num_bytes = len(items), sum(item.stored_bytes for item in items)
+    return found
+
+
+def check_empty(*queues: LeaseQueue) -> None:
+    """Refuse queues that a rebuild would mix with what is there.
+
+    Raises:
+        ConfigError: one holds or knows something, or is closed, or a producer of the run lives.
+    """
+    for stats in [queue.stats() for queue in queues]:
+        if count := stats.workers.get("producer"):
+            what, wanted, got = "a producer lives, nothing was put", "none", str(count)
+            fix = f"stop it, its janitor deletes shards; a killed one counts for {rules.WORKER_GRACE_S:g} s more"
+            raise ConfigError(what, subject=stats.name, wanted=wanted, got=got, fix=fix)
+        if stats.closed or stats.unsettled or stats.done or stats.dead:
+            what, wanted = "not empty, nothing was put", "an empty queue"
+            got = f"{stats.unsettled} to do, {stats.done} done, {stats.dead} dead{', closed' * stats.closed}"
+            fix = "rebuild before feeding; to start over: `eaglefeed queue purge`, rebuild, feed again"
+            raise ConfigError(what, subject=stats.name, wanted=wanted, got=got, fix=fix)
+
+
+def _newest_refs(store: FeatureStore, run_id: str, found: Rebuilt) -> Iterator[SampleRef]:
+    """A ref an id, by the token of its newest shard; counts what is left out."""
+    tokens: dict[str, list[tuple[int, str]]] = {}
+    for shard in store.scan():
+        sample_id, token = name_parts(shard.key)
+        tokens.setdefault(sample_id, []).append((token, shard.key))
+    for shards in sorted(tokens.values(), key=max):
+        refs = [ref for _, key in sorted(shards, reverse=True) if (ref := _read(store, key, run_id, found))]
+        found.older += len(refs[1:])
+        yield from refs[:1]
+
+
+def _read(store: FeatureStore, key: str, run_id: str, found: Rebuilt) -> SampleRef | None:
+    try:
+        ref = read_own_ref(store, key)
+        validate_any_ref(ref)
+    except (SampleCorrupt, SchemaError) as error:
+        found.damaged[key] = str(error)
+        return None
+    except SampleMissing:  # deleted since it was listed
+        return None
+    if ref.run_id != run_id:
+        found.foreign += 1
+        return None
+    return ref
