@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 import queue_servers
+import s3_server
 from eaglefeed.queue.connection import QueueClient
 
 
@@ -22,6 +23,13 @@ def clients() -> Iterator[dict[str, QueueClient]]:
             kind: stack.enter_context(queue_servers.connected(binary))
             for kind, binary in queue_servers.real_servers().items()
         }
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[s3_server.S3Server]:
+    """A real S3 server, started when the first test wants it."""
+    with s3_server.running() as server:
+        yield server
 
 
 @pytest.fixture(params=["memory", "fakeredis", "valkey", "redis"])
