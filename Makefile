@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 CHAOS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean mutants bench bench-peers chaos
+.PHONY: demo test check install install-dev clean mutants bench bench-queue bench-storage bench-peers chaos
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
@@ -37,15 +37,21 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,dev]'
+	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,object,dev]'
 	touch $@
 
-# Measure the queue against its bounds and its peers, on an otherwise idle machine; the result is bench.json.
-bench: install bench-peers
+# Measure the queue and the stores against their bounds and peers, on an otherwise idle machine; one after the other.
+bench:
+	$(MAKE) --keep-going --jobs=1 bench-queue bench-storage
+
+bench-queue: install bench-peers
 	$(VENV)/bin/eaglefeed bench queue --json > bench.json
 
+bench-storage: install bench-peers
+	$(VENV)/bin/eaglefeed bench storage --json > bench-storage.json
+
 bench-peers:
-	PYTHON=$(PYTHON) scripts/bench-peers
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/bench-peers
 
 # Break each guarantee of the queue's scripts in turn; the tests must notice.
 mutants: install-dev

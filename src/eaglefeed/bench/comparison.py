@@ -16,12 +16,12 @@ from eaglefeed.bench.partners import Partner, race
 from eaglefeed.bench.plan import Plan, Reading
 from eaglefeed.errors import EaglefeedError
 
-__all__ = ["PEERS", "Peer", "find_peers", "measure_peers"]
+__all__ = ["FIX", "PEERS", "Peer", "find_peer", "find_peers", "measure_peers"]
 
 PEERS = ("rq", "dramatiq", "saq", "taskiq-redis", "bullmq")
 _DRIVERS = Path(__file__).parent / "peers"
 _ABOUT_TIMEOUT_S = 60.0
-_FIX = "run: make bench-peers, or compare with nobody: --no-peers"
+FIX = "run: make bench-peers, or compare with nobody: --no-peers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Peer:
     Args:
         name: its name, which its environment's folder has too.
         python: the interpreter of its environment.
-        about: what its driver says of it: version, client, variants (name → settings, messages), bulk_put, does_more.
+        about: what its driver says of it: version, settings, what it does more, and what the kind of its bench needs.
     """
 
     name: str
@@ -53,18 +53,23 @@ def find_peers(folder: Path) -> tuple[Peer, ...]:
     Raises:
         EaglefeedError: one is missing or does not start.
     """
-    return tuple(_find(name, folder / name / "bin" / "python") for name in PEERS)
+    return tuple(find_peer(name, folder / name / "bin" / "python") for name in PEERS)
 
 
-def _find(name: str, python: Path) -> Peer:
+def find_peer(name: str, python: Path) -> Peer:
+    """One peer, by the interpreter of its environment.
+
+    Raises:
+        EaglefeedError: it is missing or does not start.
+    """
     if not python.exists():
-        raise EaglefeedError("this peer is not installed", subject=name, wanted=python, fix=_FIX)
+        raise EaglefeedError("this peer is not installed", subject=name, wanted=python, fix=FIX)
     words = _command(python, name, "about")
     try:
         told = subprocess.run(words, capture_output=True, text=True, timeout=_ABOUT_TIMEOUT_S, check=True).stdout
     except (subprocess.SubprocessError, OSError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()[-500:]
-        raise EaglefeedError("this peer does not start", subject=name, got=said, fix=_FIX) from None
+        raise EaglefeedError("this peer does not start", subject=name, got=said, fix=FIX) from None
     return Peer(name=name, python=python, about=json.loads(told))
 
 
@@ -87,7 +92,7 @@ def _race(bed: Bed, plan: Plan, peer: Peer, variant: str, batch: int) -> Reading
         "payload_bytes": PAYLOAD_BYTES,
         "variant": variant,
     }
-    producer, consumer = (Partner(peer.name, peer.command(role), task, fix=_FIX) for role in ("put", "consume"))
+    producer, consumer = (Partner(peer.name, peer.command(role), task, fix=FIX) for role in ("put", "consume"))
     rate = race(producer, consumer, count)
     bed.clear()
     return Reading(f"peer.{peer.name}.{variant}.put_{batch}", "messages/s", rate)

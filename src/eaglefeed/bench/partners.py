@@ -56,6 +56,11 @@ class Partner:
         """Let it start."""
         self._write("go")
 
+    def ask(self, **words: object) -> dict[str, Any]:
+        """Write a line and wait for its answer; see `line`."""
+        self._write(json.dumps(words))
+        return self.line()
+
     def line(self, timeout_s: float = _LINE_TIMEOUT_S) -> dict[str, Any]:
         """Its next line.
 

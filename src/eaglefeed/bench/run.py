@@ -1,6 +1,6 @@
 """All measurements, in rounds, and what came of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from eaglefeed.bench.plan import Plan, Reading
 from eaglefeed.bench.scripts import measure_idle_lease, measure_renewals, measure_scripts
 from eaglefeed.clock import SYSTEM_CLOCK
 
-__all__ = ["run_bench"]
+__all__ = ["run_bench", "summarise"]
 
 _EACH_ROUND = (
     measure_cycles,
@@ -44,7 +44,7 @@ def run_bench(bed: Bed, plan: Plan, peers: Sequence[Peer], *, tell: Callable[[st
         EaglefeedError: a peer fails, or the server does.
     """
     start_s = SYSTEM_CLOCK.monotonic()
-    figures = _summarise(chain(_rounds(bed, plan, peers, tell), measure_depth(bed, plan)))
+    figures = summarise(chain(_rounds(bed, plan, peers, tell), measure_depth(bed, plan)))
     medians = {name: figure["median"] for name, figure in figures.items()}
     return {
         "quick": plan.quick,
@@ -72,7 +72,8 @@ def _rounds(bed: Bed, plan: Plan, peers: Sequence[Peer], tell: Callable[[str], N
     tell(f"latency at {plan.few} and {plan.many} ready refs")
 
 
-def _summarise(readings: Iterator[Reading]) -> dict[str, dict[str, Any]]:
+def summarise(readings: Iterable[Reading]) -> dict[str, dict[str, Any]]:
+    """Unit, smallest, median and largest value of each reading by its name."""
     values: dict[str, list[float]] = {}
     units: dict[str, str] = {}
     for name, unit, value in readings:

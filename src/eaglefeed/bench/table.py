@@ -5,14 +5,15 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "render"]
+__all__ = ["figure_tables", "main", "must_table", "render", "table", "write_tables"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
-_SECTIONS = (
+Sections = Sequence[tuple[str, str | tuple[str, ...]]]
+_SECTIONS: Sections = (
     ("Rates on a full queue, one client", "rate."),
     ("Rates on a full queue, four processes", "rate_4_processes."),
     ("CPU time of the server", "server_cpu."),
@@ -27,16 +28,27 @@ _SECTIONS = (
 
 def render(document: dict[str, Any]) -> list[str]:
     """Lines of Markdown."""
-    lines = [*_origin(document), "", *_must_table(document["must"])]
-    for title, prefix in _SECTIONS:
+    return [
+        *_origin(document),
+        "",
+        *must_table(document["must"]),
+        *figure_tables(document["figures"], _SECTIONS),
+        *_peers(document),
+    ]
+
+
+def figure_tables(figures: Mapping[str, Any], sections: Sections) -> list[str]:
+    """A table for each section: a title, and what the names of its figures begin with."""
+    lines: list[str] = []
+    for title, prefix in sections:
         rows = [
             (f"`{name}`", figure["unit"], *(_number(figure[key]) for key in ("min", "median", "max")))
-            for name, figure in document["figures"].items()
+            for name, figure in figures.items()
             if name.startswith(prefix)
         ]
         if rows:
-            lines += ["", f"**{title}**", "", *_table(("figure", "unit", "min", "median", "max"), rows)]
-    return [*lines, *_peers(document)]
+            lines += ["", f"**{title}**", "", *table(("figure", "unit", "min", "median", "max"), rows)]
+    return lines
 
 
 def _origin(document: dict[str, Any]) -> list[str]:
@@ -52,12 +64,13 @@ def _origin(document: dict[str, Any]) -> list[str]:
     ]
 
 
-def _must_table(entries: Iterable[dict[str, Any]]) -> list[str]:
+def must_table(entries: Iterable[dict[str, Any]]) -> list[str]:
+    """What was measured beside what is wanted."""
     rows = [
         (f"`{e['name']}`", _number(e["value"]), f"{'≥' if e['better'] == 'higher' else '≤'} {e['bound']:g}")
         for e in entries
     ]
-    return _table(("bound", "measured", "wanted"), rows)
+    return table(("bound", "measured", "wanted"), rows)
 
 
 def _peers(document: dict[str, Any]) -> list[str]:
@@ -68,10 +81,11 @@ def _peers(document: dict[str, Any]) -> list[str]:
         for name, peer in document["peers"].items()
     ]
     head = ("peer", "version", "its fastest", "messages/s", "what it does more a message")
-    return ["", "**Peers**", "", *_table(head, rows)]
+    return ["", "**Peers**", "", *table(head, rows)]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of one Markdown table."""
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
@@ -81,9 +95,13 @@ def _number(value: float) -> str:
 
 def main(result: Path, page: Path) -> None:
     """Write the tables of `result` between the marks in `page`."""
+    write_tables(render(json.loads(result.read_text(encoding="utf-8"))), page)
+
+
+def write_tables(lines: Sequence[str], page: Path) -> None:
+    """Write lines between the marks in `page`."""
     head, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
     _, _, tail = rest.partition(_END)
-    lines = render(json.loads(result.read_text(encoding="utf-8")))
     page.write_text("\n".join([f"{head}{_BEGIN}", "", *lines, "", f"{_END}{tail}"]), encoding="utf-8")
 
 

@@ -1,9 +1,9 @@
-"""`eaglefeed bench`: what the queue does a second, and what it costs."""
+"""`eaglefeed bench`: what the queue and the stores do a second, and what it costs."""
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,12 +13,18 @@ from eaglefeed.errors import EaglefeedError
 
 __all__ = ["app"]
 
+RoundsOption = Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Small sizes: does it run?")]
+NoPeersOption = Annotated[bool, typer.Option("--no-peers", help="Compare with nobody.")]
+PeersOption = Annotated[Path, typer.Option(help="The peers' environments, as make bench-peers makes them.")]
+_PEERS = Path(".bench-peers")
+
 app = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()
 def root() -> None:
-    """Measure what the queue does a second, and what it costs."""
+    """Measure what the queue and the stores do a second, and what it costs."""
 
 
 @app.command("queue")
@@ -26,18 +32,15 @@ def queue(
     redis: Annotated[
         str | None, typer.Option("--redis", help="An empty database, which is emptied; else a server of its own.")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="How often each measurement is repeated.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: does it run?")] = False,
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="Compare with nobody.")] = False,
-    peers_folder: Annotated[Path, typer.Option(help="The peers' environments, as make bench-peers makes them.")] = Path(
-        ".bench-peers"
-    ),
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    no_peers: NoPeersOption = False,
+    peers_folder: PeersOption = _PEERS,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the queue against its bounds and its peers; fails if a bound is missed or a peer is missing."""
     from eaglefeed.bench.bed import opened_bed
     from eaglefeed.bench.comparison import find_peers
-    from eaglefeed.bench.musts import missed
     from eaglefeed.bench.plan import FULL, QUICK
     from eaglefeed.bench.run import run_bench
     from eaglefeed.bench.table import render
@@ -48,9 +51,40 @@ def queue(
     with opened_bed(redis) as bed:
         document = run_bench(bed, replace(plan, rounds=rounds or plan.rounds), found, tell=_tell)
     emit(as_json, document, render(document))
-    if faults := missed(document["must"]):
-        fix = "run it on an idle machine; if it stays, `server_scripts` says whether the scripts have become slower"
-        raise EaglefeedError("a bound is missed", subject="bench queue", got="; ".join(faults), fix=fix)
+    _require(document["must"], "bench queue", "`server_scripts` says whether the scripts have become slower")
+
+
+@app.command("storage")
+def storage(
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where to measure: a folder on the file system in question.")
+    ] = (Path("runs")),
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    no_peers: NoPeersOption = False,
+    peers_folder: PeersOption = _PEERS,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the store against its bounds and its peers; fails if a bound is missed or a peer is missing."""
+    from eaglefeed.bench.storage_peers import find_store_peers
+    from eaglefeed.bench.storage_plan import FULL, QUICK
+    from eaglefeed.bench.storage_run import run_storage_bench
+    from eaglefeed.bench.storage_table import render
+
+    logs.configure("ERROR")
+    plan = QUICK if quick else FULL
+    found = () if no_peers else find_store_peers(peers_folder)
+    document = run_storage_bench(folder, replace(plan, rounds=rounds or plan.rounds), found, tell=_tell)
+    emit(as_json, document, render(document))
+    _require(document["must"], "bench storage", "`memmove` says how fast this machine was meanwhile")
+
+
+def _require(must: list[dict[str, Any]], subject: str, hint: str) -> None:
+    from eaglefeed.bench.musts import missed
+
+    if faults := missed(must):
+        fix = f"run it on an idle machine; if it stays, {hint}"
+        raise EaglefeedError("a bound is missed", subject=subject, got="; ".join(faults), fix=fix)
 
 
 def _tell(line: str) -> None:
