@@ -8,8 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from eaglefeed import Eagle3TargetBatch, EmbeddedServer, SampleStream, connect, open_queue, open_store
-from eaglefeed.consumer.run import load_run_assets
+from eaglefeed import (
+    Eagle3TargetBatch,
+    EmbeddedServer,
+    SampleStream,
+    connect,
+    load_run_assets,
+    open_queue,
+    open_store,
+)
 
 
 def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -59,7 +66,12 @@ def main(folder: Path) -> None:
         samples = open_queue(client, folder.name, "samples")
         session = samples.restore(0)  # what an earlier start of ours held when it died comes first
         with SampleStream(
-            samples, store, consumer="my-trainer", session=session, contract=assets.contract.id
+            samples,
+            store,
+            consumer="my-trainer",
+            session=session,
+            contract=assets.contract,
+            head=assets.head(),  # makes target_probs of last hidden states; None in a run that stores them
         ) as stream:
             losses = train(stream, model, optimizer)
     sys.stdout.write(f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last\n")

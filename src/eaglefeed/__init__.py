@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eaglefeed.consumer.run import load_run_assets
     from eaglefeed.consumer.stream import SampleStream
     from eaglefeed.producer.target import HFEagle3TargetModel
     from eaglefeed.producer.worker import ProducerWorker
@@ -37,6 +38,7 @@ __all__ = [
     "VocabMapping",
     "__version__",
     "connect",
+    "load_run_assets",
     "open_queue",
     "open_store",
 ]
@@ -59,6 +61,7 @@ _HOMES = {
     "SampleStream": "eaglefeed.consumer.stream",
     "VocabMapping": "eaglefeed.schema.vocab",
     "connect": "eaglefeed.queue.connection",
+    "load_run_assets": "eaglefeed.consumer.run",
     "open_queue": "eaglefeed.queue",
     "open_store": "eaglefeed.storage.base",
 }

@@ -102,9 +102,12 @@ class QueueSection(_Section):
 
 
 class StoreSection(_Section):
-    """Where shards go; by default runs/<id>/shards."""
+    """Where shards go, by default runs/<id>/shards, and how far disk and other processes are trusted."""
 
     uri: str = ""
+    durability: Literal["full", "data", "none"] = "full"
+    verify: Literal["always", "sample", "never"] = "always"
+    values: Literal["always", "sample", "never"] = "always"
 
 
 class TargetSection(_Section):
@@ -128,11 +131,23 @@ class FeedSection(_Section):
 
 
 class ProduceSection(_Section):
-    """What producers write."""
+    """What producers write; supervision that is not given is target_probs with a vocabulary map, and logits without."""
 
-    supervision: Literal["logits", "target_probs"] = "logits"
     vocab: Path | None = None
+    supervision: Literal["logits", "target_probs", "last_hidden_states"] = Field(
+        default_factory=lambda data: "target_probs" if data.get("vocab") else "logits"
+    )
+    aux_storage: Literal["same", "fp8"] = "same"
+    supervision_rows: Literal["all", "supervised"] = "all"
     lease_batch: Annotated[int, Field(gt=0, le=1000)] = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, plain in (("aux_storage", "same"), ("supervision_rows", "all")):
+            if getattr(self, name) != plain and self.supervision != "last_hidden_states":
+                needs = f"needs supervision=last_hidden_states, not {self.supervision}"
+                raise ValueError(f"{name}={getattr(self, name)} {needs}")
+        return self
 
 
 class DraftSection(_Section):

@@ -13,7 +13,7 @@ from eaglefeed.cli.feed import check_limits, queue_limits
 from eaglefeed.config import load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.schema.refs import decode_ref, ref_to_json
-from eaglefeed.storage.base import StoreHealth
+from eaglefeed.storage.base import ENDLESS, StoreHealth
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,19 @@ def test_feed_tells_how_many_bytes_a_step_takes() -> None:
     check_limits(queue_limits(settings, small_store), settings, 133, small_store)
 
 
+def test_feed_names_the_setting_that_makes_shared_memory_small() -> None:
+    settings = load_settings(None, ["store.uri=shm://small"])
+    docker_default = StoreHealth(free_bytes=64 * 2**20, total_bytes=64 * 2**20)
+    with pytest.raises(ConfigError, match="raise the container's shm_size"):
+        check_limits(queue_limits(settings, docker_default), settings, 60 * 2**20, docker_default)
+
+
+def test_a_store_without_an_end_bounds_nothing() -> None:
+    settings = load_settings(None, ["queue.high_bytes=1000000"])
+    limits = queue_limits(settings, ENDLESS)
+    assert (limits.high_bytes, limits.low_bytes) == (1_000_000, 750_000)
+
+
 def test_a_settings_file_and_words_on_the_command_line(shell: Shell, rows: Path) -> None:
     Path("run.yaml").write_text("run: {id: from-file}\nfeed: {max_length: 5}\n")
     fed = shell.run("feed", rows, "--config", "run.yaml", "feed.max_length=128", "--json").document
@@ -150,7 +163,7 @@ def test_a_ref_in_json_is_validated(shell: Shell, rows: Path, tmp_path: Path) ->
         client.close()
     fields = ref_to_json(decode_ref(payload))
     (tmp_path / "good.json").write_text(json.dumps(fields))
-    (tmp_path / "old.json").write_text(json.dumps(fields | {"schema_version": 2}))
+    (tmp_path / "old.json").write_text(json.dumps(fields | {"schema_version": 3}))
     assert shell.run("validate", "good.json").code == 0
     ended = shell.run("validate", "good.json", "old.json", "--json")
     assert ended.code == 3

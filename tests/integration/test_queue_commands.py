@@ -245,7 +245,7 @@ def test_purge_says_what_goes_asks_and_deletes_both_queues(
     assert told[1:4] == [
         "prompts: open; ready 3, leased 0, done 0, dead 0; alive: nobody",
         "samples: open; ready 2, leased 0, done 0, dead 1; 2.0 MiB stored; alive: nobody",
-        f"shards stay where they are: file://{tmp_path}/runs/default/shards",
+        f"shards stay, and no janitor deletes them: file://{tmp_path}/runs/default/shards",
     ]
     assert told[4].startswith("Delete it for good? [y/N]")
     for queue in (prompts, samples):
@@ -255,6 +255,7 @@ def test_purge_says_what_goes_asks_and_deletes_both_queues(
 def test_purge_of_one_queue_leaves_the_other(shell: Shell, prompts: LeaseQueue, samples: LeaseQueue) -> None:
     assert shell.run("queue", "purge", "--queue", "prompts", "--yes").out == "prompts: deleted, 3 were not done\n"
     assert (prompts.stats().ready, samples.stats().ready) == (0, 3)
+    assert "`eaglefeed store rebuild`" in shell.run("queue", "purge", "--queue", "samples", "--yes").out
 
 
 def test_purge_waits_for_nobody_while_workers_live(shell: Shell, prompts: LeaseQueue, samples: LeaseQueue) -> None:

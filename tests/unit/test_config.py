@@ -98,6 +98,13 @@ def test_a_low_mark_that_is_not_given_follows_its_high_mark() -> None:
     assert (queue.low_count, queue.low_bytes) == (5, 750)
 
 
+def test_supervision_that_is_not_given_follows_the_vocabulary_map() -> None:
+    assert load_settings().produce.supervision == "logits"
+    assert load_settings(None, ["produce.vocab=v.safetensors"]).produce.supervision == "target_probs"
+    words = ["produce.vocab=v.safetensors", "produce.supervision=last_hidden_states"]
+    assert load_settings(None, words).produce.supervision == "last_hidden_states"
+
+
 def test_a_password_comes_by_variable_never_shows_and_is_refused_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

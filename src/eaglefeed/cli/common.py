@@ -129,7 +129,7 @@ def _connect(settings: Settings, max_wait_s: float) -> QueueClient:
 @contextmanager
 def opened_store(settings: Settings) -> Iterator[FeatureStore]:
     """The run's store."""
-    store = open_store(settings.store_uri)
+    store = open_store(settings.store_uri, durability=settings.store.durability, verify=settings.store.verify)
     try:
         yield store
     finally:

@@ -54,17 +54,19 @@ def produce(
         store__uri=store,
         target__name=target,
         produce__vocab=vocab,
-        produce__supervision="target_probs" if vocab else None,
     )
     from eaglefeed.cli.targets import target_model, vocabulary_map
+    from eaglefeed.producer.ledger import QueueLedger
     from eaglefeed.producer.target import HFEagle3TargetModel
     from eaglefeed.producer.worker import ProducerWorker
+    from eaglefeed.storage.janitor import Janitor
 
     mapping = vocabulary_map(settings)
     stop = threading.Event()
     with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
         model = target_model(settings)
-        backend = HFEagle3TargetModel(model, settings.target.aux_layer_ids)
+        is_compact = settings.produce.supervision == "last_hidden_states"
+        backend = HFEagle3TargetModel(model, settings.target.aux_layer_ids, compact=is_compact)
         if mapping is not None:
             backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
         worker = ProducerWorker(
@@ -78,14 +80,16 @@ def produce(
             name=worker_name(),
             lease_batch=settings.produce.lease_batch,
             visibility_timeout_s=settings.queue.visibility_timeout_s,
+            stall_timeout_s=settings.queue.stall_timeout_s,
             max_lease_age_s=settings.queue.max_lease_age_s,
             max_attempts=settings.queue.max_deliveries,
+            tidy=Janitor(shards, QueueLedger(settings.run.id, queues.named)).maybe_run,
         )
         stats = worker.run(stop)
     line = (
         f"produced {stats.produced} samples ({stats.num_tokens} tokens, {human_bytes(stats.num_bytes)}), "
         f"{stats.dead} dead, {stats.retried} retried, {stats.returned} given back, {stats.stale} stale, "
-        f"waited {stats.paused_s:.1f} s for room"
+        f"waited {stats.paused_s:.1f} s for room and {stats.write_wait_s:.1f} s for the store"
     )
     emit(as_json, asdict(stats), [line])
 
@@ -104,7 +108,10 @@ def _contract(
     from eaglefeed.producer.loading import target_fingerprint, template_fingerprint, tokenizer_fingerprint
     from eaglefeed.schema.contract import RunContract
     from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
+    from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION
 
+    produce = settings.produce
+    is_compact = produce.supervision == "last_hidden_states"
     tokenizer = target_tokenizer(settings)
     return RunContract(
         target=settings.target.name,
@@ -113,10 +120,13 @@ def _contract(
         hidden_size=backend.hidden_size,
         vocab_size=backend.vocab_size,
         aux_layer_ids=backend.aux_layer_ids,
-        supervision=settings.produce.supervision,
+        supervision=produce.supervision,
+        aux_storage=produce.aux_storage,
+        supervision_rows=produce.supervision_rows,
+        head_digest=backend.head_digest() if is_compact else "",
         vocab_map_digest=mapping.digest if mapping else "",
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         template_fingerprint=template_fingerprint(tokenizer),
         max_length=settings.feed.max_length,
-        schema_version=EAGLE3_SCHEMA_VERSION,
+        schema_version=EAGLE3_COMPACT_SCHEMA_VERSION if is_compact else EAGLE3_SCHEMA_VERSION,
     )

@@ -37,16 +37,17 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
 
 
 def vocabulary_map(settings: Settings) -> "VocabMapping | None":
-    """The map that samples are projected with; None for full logits.
+    """The map that samples are projected with; None for full logits, and for last hidden states without one.
 
     Raises:
         ConfigError: target_probs without a map.
     """
-    if settings.produce.supervision == "logits":
+    produce = settings.produce
+    if produce.supervision == "logits" or (produce.supervision == "last_hidden_states" and produce.vocab is None):
         return None
-    if settings.produce.vocab is None:
+    if produce.vocab is None:
         fix = "make one with `eaglefeed vocab` and pass it with --vocab"
         raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
     from eaglefeed.schema.vocab import VocabMapping
 
-    return VocabMapping.load(settings.produce.vocab)
+    return VocabMapping.load(produce.vocab)

@@ -54,7 +54,7 @@ def train(
     import torch
 
     from eaglefeed.consumer.resume import resume
-    from eaglefeed.consumer.run import TrainingRun, only_trainer_of, wait_for_run
+    from eaglefeed.consumer.run import TrainingRun, check_record, only_trainer_of, wait_for_run
 
     if settings.train.num_threads:
         torch.set_num_threads(settings.train.num_threads)
@@ -68,12 +68,13 @@ def train(
         if assets is None:
             emit(as_json, {"steps": 0, "drained": False}, ["stopped before the run had its first sample"])
             return
+        check_record(queues.samples, assets.contract)
         trainer = build_trainer(settings, assets)
         with ExitStack() as stack:
             stack.enter_context(only_trainer_of(settings.train_output))
             _check_room(settings, queues)
             session = resume(settings.train_output, trainer, queues.samples, contract=assets.contract.id)
-            stream = stack.enter_context(_stream(settings, queues, shards, assets.contract.id, session))
+            stream = stack.enter_context(_stream(settings, queues, shards, assets, trainer, session))
             stack.enter_context(stop_on_signals(stream.stop))
             if stop.is_set():
                 stream.stop()
@@ -158,26 +159,35 @@ def _check_room(settings: Settings, queues: RunQueues) -> None:
 
 
 def _stream(
-    settings: Settings, queues: RunQueues, store: "FeatureStore", contract: str, session: int
+    settings: Settings,
+    queues: RunQueues,
+    store: "FeatureStore",
+    assets: "RunAssets",
+    trainer: "DraftTrainer",
+    session: int,
 ) -> "SampleStream":
     from eaglefeed.consumer.stream import SampleStream
 
+    device = settings.train.device
     return SampleStream(
         queues.samples,
         store,
         consumer=worker_name(),
         session=session,
-        contract=contract,
+        contract=assets.contract,
         prompts=queues.prompts,
         visibility_timeout_s=settings.queue.visibility_timeout_s,
         stall_timeout_s=settings.queue.stall_timeout_s,
         max_lease_age_s=settings.queue.max_lease_age_s,
         lease_batch=_LEASE_BATCH,
         prefetch=settings.train.prefetch,
+        held=2 * settings.train.samples_per_step,
         max_attempts=settings.queue.max_deliveries,
+        values=settings.store.values,
         fail_without_producers=settings.train.no_producers == "fail",
         producer_grace_s=settings.train.producer_grace_s,
-        device=settings.train.device,
+        device=device,
+        head=assets.head(trainer.draft.t2d, device=device),
     )
 
 

@@ -22,10 +22,11 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, EaglefeedError, QueueUnavailable, SchemaError
-from eaglefeed.schema.eagle3 import validate_eagle3_ref
+from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
 from eaglefeed.storage.base import FeatureStore
-from eaglefeed.storage.header import HEADER_READ_BYTES, check_header, parse_header, ref_of
+from eaglefeed.storage.files import read_header, read_tensors
+from eaglefeed.storage.header import check_header, ref_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,30 +93,33 @@ def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[
 
 def _check_file(path: Path, values: bool) -> None:
     with path.open("rb") as file:
-        header = parse_header(file.read(HEADER_READ_BYTES), path.stat().st_size, path.name)
-    ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
-    validate_eagle3_ref(ref)
-    if values:
-        from eaglefeed.storage.shard import decode_shard
+        header = read_header(file.fileno(), path.stat().st_size, path.name)
+        ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
+        validate_any_ref(ref)
+        if values:
+            from eaglefeed.storage.buffers import fresh_memory
+            from eaglefeed.storage.shard import ShardReader
 
-        _check_values(ref, decode_shard(ref, bytearray(path.read_bytes())))
+            memory = fresh_memory(header.file_bytes - header.data_start)
+            reader = ShardReader(ref, header, memory)
+            _check_values(ref, read_tensors(file.fileno(), header, memory, reader))
 
 
 def _check_json(path: Path) -> None:
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise SchemaError("too large for a ref", subject=str(path), wanted=f"at most {_MAX_JSON_BYTES} bytes")
-    validate_eagle3_ref(ref_from_json(path.read_bytes()))
+    validate_any_ref(ref_from_json(path.read_bytes()))
 
 
 def _check_payload(payload: bytes, store: FeatureStore, values: bool) -> None:
     ref = decode_ref(payload)
-    validate_eagle3_ref(ref)
+    validate_any_ref(ref)
     check_header(store.header(ref), ref)
     if values:
         _check_values(ref, store.get(ref))
 
 
-def _check_values(ref: SampleRef, tensors: "dict[str, Tensor]") -> None:
+def _check_values(ref: SampleRef, stored: "dict[str, Tensor]") -> None:
     from eaglefeed.schema.values import validate_eagle3_tensors
 
-    validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id)
+    validate_eagle3_tensors(decode_stored(ref, stored), ref.feature_specs, sample_id=ref.sample_id)
