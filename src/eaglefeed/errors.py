@@ -240,7 +240,8 @@ class BuffersHeld(StorageError):
 
     def __init__(self, holders: Sequence[str], *, num_buffers: int, waited_s: float) -> None:
         self.holders = list(holders)
-        what = f"no read buffer came back in {waited_s:g} s: all {num_buffers} are held by tensors of {self.holders}"
+        who = ", ".join(self.holders)
+        what = f"no read buffer came back in {waited_s:g} s: all {num_buffers} are held by tensors of {who}"
         fix = "drop the tensors (views and slices too) of samples that are done, clone what is kept, or raise held"
         super().__init__(what, fix=fix)
 

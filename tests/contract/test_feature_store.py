@@ -290,7 +290,10 @@ def test_one_sample_in_sixteen_is_verified_by_the_middle_policy() -> None:
     assert all(is_verified("always", each) and not is_verified("never", each) for each in ids[:20])
 
 
-@pytest.mark.parametrize("uri", ["shm://", "shm://../x", "shm://a/b", "shm://.hidden", "ftp://x", "file://", ""])
+_MISTYPED = ["ftp://x", "file://", "file://host/x", "file:relative", "s3:/buck/x", "S3://x", "File:///x", ""]
+
+
+@pytest.mark.parametrize("uri", ["shm://", "shm://../x", "shm://a/b", "shm://.hidden", *_MISTYPED])
 def test_an_impossible_address_is_a_configuration_error(uri: str) -> None:
     with pytest.raises(ConfigError):
         open_store(uri)

@@ -19,7 +19,7 @@ from eaglefeed.consumer.draft_config import DraftConfig
 from eaglefeed.consumer.run import RunAssets, TrainingRun, load_run_assets
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer
-from eaglefeed.errors import ContractMismatch
+from eaglefeed.errors import ConfigError, ContractMismatch
 from eaglefeed.producer.making import pad_prompt
 from eaglefeed.producer.sizes import Encoding, TargetSizes, sample_bytes
 from eaglefeed.producer.target import HFEagle3TargetModel
@@ -180,20 +180,19 @@ def test_batches_reach_the_loop_as_probabilities(tmp_path: Path) -> None:
     assert names == {(*core, "target_probs", "position_mask")}
 
 
-def test_a_trainer_takes_the_version_it_was_started_for_and_no_other() -> None:
-    run = produced()
-    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
-        assert list(stream) == []
-    reasons = [letter.reason for letter in run.samples.dead_letters()]
-    assert len(reasons) == NUM_PROMPTS
-    assert all("SchemaVersionError" in reason and "wanted 1, got 2" in reason for reason in reasons)
-    assets, plain = load_run_assets(run.store), pipeline.Run(clock=pipeline.TurnableClock())
-    plain.feed(pipeline.prompt(0))
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_a_stream_that_lacks_a_head_or_has_one_too_many_ends_and_no_sample_is_set_aside(is_compact: bool) -> None:
+    compact, plain = produced(), pipeline.Run(clock=pipeline.TurnableClock())
+    plain.feed(*(pipeline.prompt(index) for index in range(NUM_PROMPTS)))
     plain.produce()
-    head = assets.head(T2D)
-    with SampleStream(plain.samples, plain.store, consumer="t", head=head, clock=plain.clock) as stream:
-        assert list(stream) == []
-    assert "wanted 2, got 1" in next(iter(plain.samples.dead_letters())).reason
+    run, head, fix = compact, None, r"pass head=load_run_assets\(store\)"
+    if not is_compact:
+        run, head, fix = plain, load_run_assets(compact.store).head(T2D), "leave head out"
+    stream = SampleStream(run.samples, run.store, consumer="t", head=head, clock=run.clock)
+    with stream, pytest.raises(ConfigError, match=fix):
+        list(stream)
+    stats = run.samples.stats()
+    assert (stats.ready, stats.dead, stats.redelivered) == (NUM_PROMPTS, 0, 0)
 
 
 def test_a_producer_that_stores_otherwise_is_refused() -> None:

@@ -232,6 +232,22 @@ def test_variables_that_cannot_work_are_configuration_errors(
         ObjectStore(f"s3://{bucket}/run", max_retries=0).get_document("contract.json")
 
 
+def test_an_error_names_its_subject_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3_server.use(monkeypatch, "http://127.0.0.1:9")  # nobody listens there
+    store = ObjectStore("s3://away/run", max_retries=0)
+    features = {"input_ids": torch.arange(4)}
+    ref = samples.ref(features)
+    key = ref.feature_keys["input_ids"]
+    for use, says in (
+        (lambda: store.has_document("contract.json"), "contract.json: cannot be looked up in s3://away/run, got "),
+        (lambda: list(store.scan()), "s3://away/run: cannot be listed, got "),
+        (lambda: store.get(ref), f"{ref.sample_id}: {key} cannot be read in s3://away/run, got "),
+    ):
+        with pytest.raises(StorageError) as caught:
+            use()
+        assert str(caught.value).startswith(says)
+
+
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("eaglefeed.storage.object_store", "eaglefeed.storage.bucket"):
         monkeypatch.delitem(sys.modules, name)

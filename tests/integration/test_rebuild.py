@@ -16,6 +16,7 @@ from eaglefeed.schema.refs import SampleRef, decode_ref
 from eaglefeed.storage.base import key_of
 from eaglefeed.storage.janitor import collect
 from eaglefeed.storage.memory import MemoryStore
+from eaglefeed.storage.orphans import is_known
 from eaglefeed.storage.shared_dir import SharedDirStore
 from queue_servers import Bench
 
@@ -88,8 +89,9 @@ def test_a_damaged_shard_is_named_and_an_older_one_takes_its_place(ruins: Ruins)
 def test_a_ref_that_breaks_the_contract_is_damaged(ruins: Ruins) -> None:
     tensors = made.tensors()
     ref = ruins.store.put(made.ref(tensors, estimated_bytes=1), tensors)
+    mine = ruins.shard("b")
     found = ruins.rebuild()
-    assert ruins.refs == []
+    assert ruins.refs == [mine]
     assert "estimated_bytes" in found.damaged[key_of(ref)]
 
 
@@ -190,9 +192,18 @@ def test_what_happens_while_the_headers_are_read_is_seen_before_the_first_ref_is
     assert ruins.refs == [second]
 
 
-def test_an_empty_store_makes_an_empty_queue_that_knows_it(ruins: Ruins) -> None:
-    assert ruins.rebuild() == Rebuilt()
-    assert collect(ruins.store, QueueLedger("run", ruins.open), clock=ruins.clock).kept == 0
+@pytest.mark.parametrize(("others", "damaged"), [(0, 0), (2, 0), (1, 1)])
+def test_a_store_without_a_shard_of_the_run_is_refused_and_gets_no_note(
+    ruins: Ruins, others: int, damaged: int
+) -> None:
+    for number in range(others):
+        ruins.shard(f"a{number}", run_id="other")
+    for number in range(damaged):
+        ruins.damage(ruins.shard(f"b{number}"))
+    with pytest.raises(ConfigError, match=f"no shards of run run, got {others} of other runs, {damaged} damaged"):
+        ruins.rebuild()
+    assert ruins.refs == []
+    assert not is_known(ruins.store, QueueLedger("run", ruins.open))
 
 
 def test_a_folders_refs_come_back_with_the_address_it_has_here(bench: Bench, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pipeline
-from eaglefeed.errors import ContractMismatch, StorageError, StoreFull
+from eaglefeed.errors import ContractMismatch, StoreFull
 from eaglefeed.queue.base import Lease, QueueItem
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, RunContract
 from eaglefeed.schema.prompt import PromptRow
@@ -222,18 +222,6 @@ def test_a_full_store_gives_the_prompts_back_and_goes_on_when_there_is_room() ->
     assert (stats.produced, stats.dead) == (3, 0)
     assert stats.paused_s >= 2
     assert run.prompts.stats().redelivered == 0
-
-
-def test_a_store_that_fails_for_good_leaves_dead_letters_and_counts_them() -> None:
-    class Broken(MemoryStore):
-        def put(self, ref, tensors):  # type: ignore[no-untyped-def]
-            raise StorageError("read-only file system", subject=ref.sample_id)
-
-    run = pipeline.Run(store=Broken())
-    run.feed(*THREE)
-    stats = run.produce()
-    assert (stats.produced, stats.dead) == (0, 3)
-    assert all("read-only" in letter.reason for letter in run.prompts.dead_letters())
 
 
 def test_producers_wait_while_there_is_no_room() -> None:

@@ -159,9 +159,8 @@ def test_a_store_that_hangs_ends_the_run_and_its_prompts_go_to_others(run: Watch
     worker = run.worker(stall_timeout_s=0.2)
     with pytest.raises(StorageError, match=r"p-0: not written in 0\.2 s"):
         worker.run(threading.Event())
-    assert worker.stats.returned == 3
+    assert worker.stats.returned == 4
     run.store.during = lambda _sample_id: None
-    run.clock.advance(61)
     assert run.produce(name="other").produced == 4
     before = {shard.key for shard in run.store.scan()}
     hanging.set()  # and the first one wakes up

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from eaglefeed.clock import ManualClock
@@ -86,8 +87,9 @@ def test_an_exhausted_ring_names_its_holders_after_the_deadline() -> None:
     ring = BufferRing(2, deadline_s=30, clock=clock)
     kept = [ring.take(64, name) for name in ("a-1", "a-2")]
     began_s = clock.monotonic()
-    with pytest.raises(BuffersHeld, match=r"a-1.*a-2.*clone") as caught:
+    with capture_logs() as told, pytest.raises(BuffersHeld, match=r"a-1, a-2; .*clone") as caught:
         ring.take(64, "a-3")
+    assert [(line["event"], line["held_by"]) for line in told] == [("waiting_for_a_read_buffer", ["a-1", "a-2"])]
     assert caught.value.holders == ["a-1", "a-2"] == ring.held()
     assert not caught.value.retryable
     assert 30 <= clock.monotonic() - began_s < 31

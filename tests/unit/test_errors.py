@@ -46,7 +46,7 @@ def test_a_message_says_what_whom_wanted_got_and_what_next() -> None:
         (errors.IdConflict("prompts", "a"), ["a:", "prompts"]),
         (errors.SampleMissing("a", "k"), ["a:", "k"]),
         (errors.StoreFull("s", num_bytes=5, free_bytes=3, reason="quota"), ["s:", "5", "3", "quota"]),
-        (errors.BuffersHeld(["a", "b"], num_buffers=2, waited_s=9), ["2 are held", "'a', 'b'", "9 s"]),
+        (errors.BuffersHeld(["a", "b"], num_buffers=2, waited_s=9), ["2 are held", "of a, b;", "9 s"]),
         (errors.NoProducers(num_prompts=3, grace_s=60), ["3 prompts", "60 s"]),
     ],
 )
@@ -59,6 +59,11 @@ def test_exit_codes() -> None:
     assert exit_code(errors.ConfigError("x")) == 2
     assert exit_code(errors.SchemaVersionError("x")) == 3
     assert exit_code(errors.QueueUnavailable("a", "b")) == 4
+    assert exit_code(errors.StorageError("x")) == 4
+    assert exit_code(errors.StoreFull("s", num_bytes=1, free_bytes=0, reason="quota")) == 4
+    assert exit_code(errors.SampleMissing("p-1", "ab/p-1.7.safetensors")) == 1
+    assert exit_code(errors.BuffersHeld([], num_buffers=1, waited_s=1)) == 1
+    assert exit_code(errors.SampleCorrupt("p-1", "cut short")) == 3
     assert exit_code(errors.EaglefeedError("x")) == 1
     assert all(inspect.isclass(kind) for kind, _ in EXIT_CODES)
 

@@ -10,6 +10,7 @@ import typer
 from eaglefeed import __version__
 from eaglefeed.cli import answers, bench, demo, feed, produce, queue, store, train, validate, vocab
 from eaglefeed.errors import (
+    BuffersHeld,
     ConfigError,
     EaglefeedError,
     IdConflict,
@@ -18,8 +19,9 @@ from eaglefeed.errors import (
     QueueClosed,
     QueueUnavailable,
     SampleCorrupt,
+    SampleMissing,
     SchemaError,
-    StoreFull,
+    StorageError,
     TargetUnavailable,
     UnsafeServer,
 )
@@ -36,7 +38,9 @@ EXIT_CODES: tuple[tuple[type[EaglefeedError], int], ...] = (
     (QueueUnavailable, 4),
     (UnsafeServer, 4),
     (NoProducers, 4),
-    (StoreFull, 4),
+    (SampleMissing, 1),
+    (BuffersHeld, 1),
+    (StorageError, 4),
     (TargetUnavailable, 4),
 )
 """0 ok, 2 usage or configuration, 3 validation failed, 4 a dependency is out of reach, 130 interrupted, else 1."""

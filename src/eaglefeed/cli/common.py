@@ -46,7 +46,10 @@ RedisOption = Annotated[
 ]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Folder or address of the store.")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hugging Face id or local folder of the target.")]
-VocabOption = Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map: samples hold target_probs over it.")]
+_VOCAB_HELP = (
+    "Vocabulary map of the draft: samples hold target_probs over it, unless produce.supervision says otherwise."
+)
+VocabOption = Annotated[Path | None, typer.Option("--vocab", help=_VOCAB_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -128,7 +131,14 @@ def _connect(settings: Settings, max_wait_s: float) -> QueueClient:
 
 @contextmanager
 def opened_store(settings: Settings) -> Iterator[FeatureStore]:
-    """The run's store."""
+    """The run's store.
+
+    Raises:
+        ConfigError: it is in this process's memory, which no other command sees, or no such kind of store.
+    """
+    if settings.store_uri.startswith("mem://"):
+        what, fix = "its samples are gone when this command ends", "use shm://name or file:///folder"
+        raise ConfigError(what, subject=settings.store_uri, wanted="a store that processes share", fix=fix)
     store = open_store(settings.store_uri, durability=settings.store.durability, verify=settings.store.verify)
     try:
         yield store

@@ -29,8 +29,10 @@ from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull
 from eaglefeed.producer.jsonl import ReadReport
+from eaglefeed.producer.ledger import QueueLedger
+from eaglefeed.producer.rebuild import has_unknown_shards
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
-from eaglefeed.storage.base import ENDLESS, StoreHealth
+from eaglefeed.storage.base import ENDLESS, FeatureStore, StoreHealth
 
 __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 
@@ -97,6 +99,7 @@ def feed(
         check_limits(limits, settings, estimate.largest_bytes, health)
         with open_queues(settings) as queues:
             configure_queues(settings, queues, limits)
+            _warn_of_shards_from_before(queues, shards)
             fed = _put_all(queues, spool)
             if not settings.feed.keep_open:
                 _close(queues)
@@ -200,6 +203,13 @@ def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str)
         f"samples take {human_bytes(estimate.num_bytes)} in all, the largest {human_bytes(estimate.largest_bytes)}",
         f"{uri}: at most {human_bytes(at_once)} at once, {free}",
     ]
+
+
+def _warn_of_shards_from_before(queues: RunQueues, store: FeatureStore) -> None:
+    if has_unknown_shards(store, QueueLedger(queues.run, queues.named)):
+        what = f"{store.uri}: shards of run {queues.run} lie here that its queue does not know, their samples are made "
+        fix = "again; to use them, stop, `eaglefeed queue purge`, `eaglefeed store rebuild`, feed again"
+        sys.stderr.write(f"eaglefeed: {what}{fix}\n")
 
 
 def _put_all(queues: RunQueues, spool: IO[bytes]) -> Fed:

@@ -9,7 +9,7 @@ from typing import Any
 from eaglefeed.cli.common import RunQueues
 from eaglefeed.cli.letters import one_line
 from eaglefeed.cli.reports import human_bytes
-from eaglefeed.errors import ConfigError, SampleCorrupt, SchemaError
+from eaglefeed.errors import ConfigError, EaglefeedError, SampleCorrupt, SchemaError
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_to_json
 from eaglefeed.storage.base import SHARD_KEY, FeatureStore, key_of
@@ -18,7 +18,7 @@ from eaglefeed.storage.header import ShardHeader, ref_of
 from eaglefeed.storage.janitor import STALE_TEMPORARY_S
 from eaglefeed.storage.orphans import Judged, ShardState, is_known, judge_shards
 
-__all__ = ["count_shards", "describe_shard", "show_counts", "show_shard"]
+__all__ = ["count_shards", "describe_shards", "show_counts", "show_shard"]
 
 _PAGE = 1000
 _NAMED = 20
@@ -83,18 +83,28 @@ def show_counts(counts: dict[str, Any], uri: str) -> list[str]:
     return lines
 
 
-def describe_shard(store: FeatureStore, name: str) -> dict[str, Any]:
-    """What a shard says of itself.
+def describe_shards(store: FeatureStore, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """What shards say of themselves, and the faults of those that cannot be read.
 
     Args:
         store: of the run.
-        name: the shard's key in the store, or the path of a file.
+        names: keys of shards in the store, or paths of files.
 
     Raises:
-        ConfigError: neither.
-        SampleMissing: no shard of that key.
-        SampleCorrupt: no readable header, or no ref in it.
+        ConfigError: a name is neither.
     """
+    documents, faults = [], []
+    for name in names:
+        try:
+            documents.append(_describe_shard(store, name))
+        except ConfigError:
+            raise
+        except (EaglefeedError, OSError) as error:
+            faults.append({"name": name, "fault": str(error), "kind": type(error).__name__})
+    return documents, faults
+
+
+def _describe_shard(store: FeatureStore, name: str) -> dict[str, Any]:
     if Path(name).is_file():
         return _describe(name, *_read_file(Path(name)))
     if SHARD_KEY.fullmatch(name):
@@ -106,7 +116,9 @@ def describe_shard(store: FeatureStore, name: str) -> dict[str, Any]:
 def _read_file(path: Path) -> tuple[ShardHeader, SampleRef]:
     with path.open("rb") as file:
         header = read_header(file.fileno(), path.stat().st_size, path.name)
-    return header, ref_of(header, f"file://{path.parent.absolute()}", path.name)
+    folder = path.absolute().parent
+    is_keyed = SHARD_KEY.fullmatch(f"{folder.name}/{path.name}")
+    return header, ref_of(header, f"file://{folder.parent if is_keyed else folder}", path.name)
 
 
 def _describe(name: str, header: ShardHeader, ref: SampleRef) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`eaglefeed store`: look at a run's shards, and set them right."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,8 +23,9 @@ from eaglefeed.cli.common import (
 from eaglefeed.cli.feed import configure_queues, queue_limits
 from eaglefeed.cli.letters import one_line
 from eaglefeed.cli.reports import human_bytes
-from eaglefeed.cli.shards import count_shards, describe_shard, show_counts, show_shard
+from eaglefeed.cli.shards import count_shards, describe_shards, show_counts, show_shard
 from eaglefeed.config import Settings
+from eaglefeed.errors import ConfigError
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import Rebuilt, check_empty
 from eaglefeed.producer.rebuild import rebuild as rebuild_queue
@@ -37,6 +39,7 @@ app = typer.Typer(help="Look at a run's shards, and set them right.", no_args_is
 
 _OUTAGE_S = 5.0
 _SHOWN = 20
+_FAILED = 3
 
 
 @app.command("gc")
@@ -83,6 +86,8 @@ def rebuild(
 ) -> None:
     """Put the refs of the run's shards into its empty queue, after its server lost its data, or a purge."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
+    if not settings.store.uri and not settings.run_dir.is_dir():  # before the folder is made
+        raise ConfigError(f"no shards of run {settings.run.id}", subject=settings.store_uri, fix="check --run")
     with opened_store(settings) as shards, open_queues(settings) as queues:
         check_empty(*(_first_group(queues, name) for name in ("prompts", "samples")))
         configure_queues(settings, queues, queue_limits(settings, shards.health()))
@@ -119,8 +124,12 @@ def inspect(
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
     if names:
         with opened_store(settings) as shards:
-            documents = [describe_shard(shards, name) for name in names]
-        emit(as_json, {"shards": documents}, [line for each in documents for line in show_shard(each)])
+            documents, faults = describe_shards(shards, names)
+        document = {"shards": documents, "faults": faults}
+        emit(as_json, document, [line for each in documents for line in show_shard(each)])
+        sys.stderr.write("".join(one_line(f"{each['name']}: {each['fault']}") + "\n" for each in faults))
+        if faults:
+            raise typer.Exit(_FAILED)
         return
     with _opened(settings) as (queues, shards):
         counts = count_shards(queues, shards)

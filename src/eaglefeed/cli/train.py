@@ -23,6 +23,7 @@ from eaglefeed.cli.common import (
     worker_name,
 )
 from eaglefeed.config import Settings
+from eaglefeed.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["build_trainer", "train"]
 
 _LEASE_BATCH = 4
+_VOCAB_HELP = "Vocabulary map, for a run that stores logits or last hidden states without a map."
 
 
 def train(
     ctx: typer.Context,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of checkpoints and the draft.")] = None,
-    vocab: Annotated[Path | None, typer.Option("--vocab", help="Vocabulary map, for a run that stores logits.")] = None,
+    vocab: Annotated[Path | None, typer.Option("--vocab", help=_VOCAB_HELP)] = None,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
@@ -91,7 +93,8 @@ def train(
             steps = training.train()
             drained = queues.samples.stats().drained
     document: dict[str, Any] = asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
-    lines = [f"trained {steps} steps on {stream.stats.acked} samples, at step {trainer.step_count}"]
+    acked, dead = stream.stats.acked, stream.stats.dead
+    lines = [f"trained {steps} steps on {acked} samples, at step {trainer.step_count}, {dead} dead"]
     if drained:
         document["draft"] = str(_export(settings, trainer, assets))
         lines.append(f"draft for servers: {document['draft']}")
@@ -105,6 +108,7 @@ def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
 
     Raises:
         SchemaError: the vocabulary map is another target's.
+        ConfigError: the run has another map than the one that was given.
     """
     from eaglefeed.consumer.draft import Eagle3Draft
     from eaglefeed.consumer.draft_config import DraftConfig
@@ -139,11 +143,15 @@ def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
 
     from eaglefeed.schema.vocab import VocabMapping
 
-    if "t2d" in assets.tensors:
-        return assets.tensors["t2d"]
-    if settings.draft.vocab is not None:
-        return VocabMapping.load(settings.draft.vocab, vocab_size=assets.contract.vocab_size).t2d
-    return torch.ones(assets.contract.vocab_size, dtype=torch.bool)
+    of_run, path = assets.tensors.get("t2d"), settings.draft.vocab
+    given = VocabMapping.load(path, vocab_size=assets.contract.vocab_size).t2d if path else None
+    if of_run is not None and given is not None and not torch.equal(of_run, given):
+        wanted, got = (f"{int(t2d.sum())} tokens" for t2d in (of_run, given))
+        fix = "leave out --vocab: the run has its map"
+        raise ConfigError("another vocabulary map than the run's", subject=str(path), wanted=wanted, got=got, fix=fix)
+    if of_run is not None:
+        return of_run
+    return given if given is not None else torch.ones(assets.contract.vocab_size, dtype=torch.bool)
 
 
 def _check_room(settings: Settings, queues: RunQueues) -> None:

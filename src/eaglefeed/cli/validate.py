@@ -21,7 +21,7 @@ from eaglefeed.cli.common import (
     read_settings,
 )
 from eaglefeed.config import Settings
-from eaglefeed.errors import ConfigError, EaglefeedError, QueueUnavailable, SchemaError
+from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SchemaError
 from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
 from eaglefeed.storage.base import FeatureStore
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["validate"]
 
 _SHARD = re.compile(r".+\.[0-9]+\.safetensors")
+_ADDRESS = re.compile(r"(s3|shm|mem|file):/")
 _FAILED = 3
 _MAX_JSON_BYTES = 64 * 1024
 
@@ -79,10 +80,12 @@ def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[
             yield from ((str(each), partial(_check_file, each, values)) for each in found)
         elif path.suffix == ".json":
             yield str(path), partial(_check_json, path)
-        elif path.is_file():
+        elif path.exists():
             yield str(path), partial(_check_file, path, values)
         else:
-            raise ConfigError("no such file or folder", subject=str(path))
+            is_address = _ADDRESS.match(str(path))  # a Path has made one slash of two
+            fix = "a store is checked with `--queue --store URI`, a folder by its path" if is_address else ""
+            raise ConfigError("no such file or folder", subject=str(path), fix=fix)
 
 
 def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -91,7 +94,14 @@ def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[
             yield item.id, partial(_check_payload, item.payload, store, values)
 
 
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, whose opening would wait for a writer, and whatever else is no file."""
+    if path.exists() and not path.is_file():
+        raise InputError("no regular file", subject=str(path))
+
+
 def _check_file(path: Path, values: bool) -> None:
+    _check_regular(path)
     with path.open("rb") as file:
         header = read_header(file.fileno(), path.stat().st_size, path.name)
         ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
@@ -106,6 +116,7 @@ def _check_file(path: Path, values: bool) -> None:
 
 
 def _check_json(path: Path) -> None:
+    _check_regular(path)
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise SchemaError("too large for a ref", subject=str(path), wanted=f"at most {_MAX_JSON_BYTES} bytes")
     validate_any_ref(ref_from_json(path.read_bytes()))

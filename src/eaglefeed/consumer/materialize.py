@@ -56,16 +56,19 @@ class Materializer:
         """The ref that a payload holds, and its sample.
 
         Raises:
+            ConfigError: the sample is of the run, and this stream is not set up for what it holds: it must not go on.
             SchemaError: no ref, or one of another contract or schema.
             SampleCorrupt: a shard that is not what its ref promises; says what and where.
             BuffersHeld: no buffer came back in time, and no sample is at fault.
             StorageError: it cannot be read, here or now.
         """
         ref = decode_ref(payload)
-        validate_ref(ref, self._schema_version)
         if self._contract_id not in ("", ref.contract):
             what = "made under another run contract"
             raise ContractMismatch(what, subject=ref.sample_id, wanted=self._contract_id, got=ref.contract)
+        if self._contract is None:
+            self._check_head(ref)
+        validate_ref(ref, self._schema_version)
         if self._head is not None:
             self._head.check(ref)
         tensors = self._read(ref)
@@ -73,6 +76,19 @@ class Materializer:
             where = f"{ref.sample_id} ({key_of(ref)})"
             validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=where, vocab_size=self._vocab_size)
         return ref, Eagle3TargetBatch(**tensors, sample_ids=(ref.sample_id,))
+
+    def _check_head(self, ref: SampleRef) -> None:
+        """Without the contract, the first sample tells whether this stream needs a head."""
+        needs_head = ref.schema_version == EAGLE3_COMPACT_SCHEMA_VERSION
+        if needs_head and self._head is None:
+            what, fix = (
+                "holds last hidden states, and the stream has no head",
+                "pass head=load_run_assets(store).head()",
+            )
+            raise ConfigError(what, subject=ref.sample_id, fix=fix)
+        if self._head is not None and ref.schema_version == EAGLE3_SCHEMA_VERSION:
+            what, fix = "needs no head, and the stream has one", "leave head out"
+            raise ConfigError(what, subject=ref.sample_id, fix=fix)
 
     def _read(self, ref: SampleRef) -> dict[str, Tensor]:
         """Its features, decoded; keeps nothing of what they were decoded from."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.holdings import Sample, StreamStats, bear_outage
 from eaglefeed.consumer.materialize import Materializer
-from eaglefeed.errors import BuffersHeld, EaglefeedError, NoProducers, QueueUnavailable
+from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, NoProducers, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.holdings import Holdings
@@ -131,7 +131,7 @@ class Prefetcher:
         """Materialize an item for the loop; nothing here keeps it then."""
         try:
             ref, batch = self._materializer.materialize(item.payload)
-        except BuffersHeld:
+        except (BuffersHeld, ConfigError):
             raise  # no fault of this sample's: the stream ends, and gives it back
         except EaglefeedError as error:
             if not self._stop.is_set():  # else the wait for a buffer may have ended early: it is given back

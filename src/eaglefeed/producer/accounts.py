@@ -86,8 +86,8 @@ class Accounts:
         """The result of a step on an item's way; None when it failed, and the item is settled.
 
         Raises:
-            StoreFull: no room; the item is still held.
-            ContractMismatch: this producer must not go on; the item is still held.
+            StoreFull: no room; the item is still held, as after any error that passes.
+            ContractMismatch: this producer must not go on.
         """
         try:
             return step()
@@ -110,6 +110,11 @@ class Accounts:
         given = self._prompts.nack(token, ids, reason=reason, delay_s=0)
         self.stats.returned += len(given.ok)
         self.stats.stale += len(given.stale)
+
+    def give_all_back(self, reason: str) -> None:
+        """All that is still held; a hand-off of it that comes later finds its lease lost."""
+        for token, ids in self._held.drain().items():
+            self.give_back(token, ids, reason)
 
     def _fail(self, token: int, item: LeasedItem, error: Exception) -> None:
         final = isinstance(error, EaglefeedError) and not error.retryable

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
-from eaglefeed.errors import ConfigError, QueueFull, SampleCorrupt, SampleMissing, SchemaError
+from eaglefeed.errors import ConfigError, QueueFull, SampleCorrupt, SampleMissing, SchemaError, StorageError
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import LeaseQueue, QueueItem
 from eaglefeed.schema.eagle3_compact import validate_any_ref
 from eaglefeed.schema.refs import SampleRef, encode_ref
 from eaglefeed.storage.base import FeatureStore, key_of
-from eaglefeed.storage.orphans import name_parts, note_instance, read_own_ref
+from eaglefeed.storage.orphans import RefLedger, is_known, name_parts, note_instance, read_own_ref
 
-__all__ = ["Rebuilt", "check_empty", "rebuild"]
+__all__ = ["Rebuilt", "check_empty", "has_unknown_shards", "rebuild"]
 
 
 @dataclass
@@ -39,13 +40,16 @@ def rebuild(store: FeatureStore, prompts: LeaseQueue, samples: LeaseQueue, run_i
         run_id: as it stands in the refs.
 
     Raises:
-        ConfigError: the queues hold or know something already, or a producer lives; nothing was put.
+        ConfigError: the queues hold or know something already, a producer lives, or no whole shard is the run's;
+            nothing was put.
         QueueFull: more samples than queue.max_depth; nothing was put.
         StorageError: a shard cannot be read now; nothing was put.
     """
     check_empty(prompts, samples)
     found = Rebuilt()
     refs = list(_newest_refs(store, run_id, found))
+    if not refs:
+        raise _no_shards(store, run_id, found)
     there = {shard.key for shard in store.scan()}  # reading took its time, and a janitor may have been at work
     items = [QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes) for ref in refs if key_of(ref) in there]
     max_depth = samples.limits().max_depth
@@ -56,6 +60,25 @@ def rebuild(store: FeatureStore, prompts: LeaseQueue, samples: LeaseQueue, run_i
     note_instance(store, QueueLedger(run_id, lambda _: samples))
     found.refs, found.num_bytes = len(items), sum(item.stored_bytes for item in items)
     return found
+
+
+def _no_shards(store: FeatureStore, run_id: str, found: Rebuilt) -> ConfigError:
+    got = f"{found.foreign} of other runs, {len(found.damaged)} damaged"
+    got += "".join(f"; {key}: {reason}" for key, reason in islice(found.damaged.items(), 1))
+    fix = "check --run and --store; nothing was put"
+    return ConfigError(f"no shards of run {run_id}", subject=store.uri, got=got, fix=fix)
+
+
+def has_unknown_shards(store: FeatureStore, ledger: RefLedger) -> bool:
+    """Whether shards of the run lie in the store that its queue does not know; reads headers up to the first one."""
+    return not is_known(store, ledger) and any(_is_of_run(store, shard.key, ledger.run_id) for shard in store.scan())
+
+
+def _is_of_run(store: FeatureStore, key: str, run_id: str) -> bool:
+    try:
+        return read_own_ref(store, key).run_id == run_id
+    except StorageError:
+        return False
 
 
 def check_empty(*queues: LeaseQueue) -> None:

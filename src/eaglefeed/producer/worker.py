@@ -8,11 +8,12 @@ from functools import partial
 from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import ContractMismatch, StorageError, StoreFull
+from eaglefeed.errors import QueueUnavailable, StorageError, StoreFull
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.accounts import Accounts, ProducerStats
 from eaglefeed.producer.agreement import RunAgreement
 from eaglefeed.producer.making import SampleMaker
+from eaglefeed.producer.outage import StoreAway, StoreWatch
 from eaglefeed.producer.writing import SampleWriter, Writing
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue
 from eaglefeed.queue.renewal import LeaseRenewer
@@ -49,6 +50,7 @@ class ProducerWorker:
             longer for one ends the run.
         max_lease_age_s: a lease is not renewed beyond this age.
         max_attempts: deliveries after which a prompt that fails is a dead letter.
+        outage_s: a store that is out of reach for longer ends the run; until then its prompts are given back uncounted.
         tidy: called between rounds: a bounded piece of a janitor's work.
         clock: what `paused_s` is measured with, and pauses wait on.
     """
@@ -69,12 +71,14 @@ class ProducerWorker:
         stall_timeout_s: float = 600.0,
         max_lease_age_s: float = 1800.0,
         max_attempts: int = 5,
+        outage_s: float = 120.0,
         tidy: Callable[[], None] = lambda: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._prompts, self._samples, self._store, self._name = prompts, samples, store, name
         self._lease_batch, self._timeout_s, self._stall_timeout_s = lease_batch, visibility_timeout_s, stall_timeout_s
-        self._tidy, self._clock = tidy, clock
+        self._tidy, self._clock, self._outage_s = tidy, clock, outage_s
+        self._watch = StoreWatch(clock)
         self._maker = SampleMaker(
             target,
             RunAgreement(store, samples, contract, assets, run_id=run_id, name=name),
@@ -101,23 +105,32 @@ class ProducerWorker:
     def run(self, stop: threading.Event) -> ProducerStats:
         """Work until the prompts are drained, or `stop` is set: then what is begun is finished, the rest given back.
 
+        An error ends it too: after at most _LAST_WRITE_S for the sample that is written, all it holds is given back.
+
         Raises:
             ContractMismatch: this producer differs from the run's contract.
             QueueUnavailable: the server was away for too long.
-            StorageError: the store did not come to an end with a sample.
+            StorageError: the store did not come to an end with a sample, or was away for longer than `outage_s`.
         """
         self._writer = SampleWriter(self._prompts, self._samples, self._store, self._accounts.settle)
         self._renewer.start()
         try:
             while not stop.is_set() and self._round(stop):
                 pass
-            with suppress(StoreFull):
+            with suppress(StoreFull, StoreAway):
                 self._collect()
-            self._prompts.farewell("producer", self._name)
         finally:
             self._writer.close(_LAST_WRITE_S)
             self._renewer.stop()
+            self._leave()
         return self.stats
+
+    def _leave(self) -> None:
+        try:
+            self._accounts.give_all_back("producer ended")
+            self._prompts.farewell("producer", self._name)
+        except QueueUnavailable as error:
+            log.warning("leases_left_to_run_out", queue=self._prompts.name, reason=str(error))
 
     def _round(self, stop: threading.Event) -> bool:
         self._prompts.beat("producer", self._name)
@@ -127,10 +140,14 @@ class ProducerWorker:
         try:
             return not self._has_room() or self._lease_once(stop)
         except StoreFull:
-            if not stop.is_set():
-                self._clock.sleep(_FULL_PAUSE_S)
-                self.stats.paused_s += _FULL_PAUSE_S
-            return True
+            pass
+        except StoreAway as away:
+            if away.away_s > self._outage_s:
+                raise away.error from None
+        if not stop.is_set():  # here no error keeps a sample any more
+            self._clock.sleep(_FULL_PAUSE_S)
+            self.stats.paused_s += _FULL_PAUSE_S
+        return True
 
     def _lease_once(self, stop: threading.Event) -> bool:
         lease = self._prompts.lease(
@@ -180,8 +197,8 @@ class ProducerWorker:
             self._prompts.beat("producer", self._name)
             try:
                 self._make(lease.token, item)
-            except (ContractMismatch, StorageError) as error:
-                self._accounts.give_back(lease.token, rest, error.what)
+            except (StoreFull, StoreAway):
+                self._accounts.give_back(lease.token, rest, "no store to write to")
                 raise
 
     def _make(self, token: int, item: LeasedItem) -> None:
@@ -190,9 +207,11 @@ class ProducerWorker:
         Raises:
             ContractMismatch: this producer differs from the run's contract.
             StoreFull: there was no room for the one before, nor will there be for this one.
+            StoreAway: likewise, for a store out of reach.
             StorageError: the store hangs.
         """
-        made = self._accounts.outcome(token, item, partial(self._maker.make, item.payload, token))
+        make = partial(self._maker.make, item.payload, token)
+        made = self._accounts.outcome(token, item, partial(self._watch.document, make))
         if made is not None:
             self._collect()
             self._writing = self._writer.write(token, item, made)
@@ -202,7 +221,8 @@ class ProducerWorker:
 
         Raises:
             StoreFull: there was no room for it, and it was given back.
-            StorageError: the store hangs. It may still come to an end with it, if the lease lasts.
+            StoreAway: likewise, for a store out of reach.
+            StorageError: the store hangs.
         """
         if self._writing is None:
             return
@@ -210,13 +230,13 @@ class ProducerWorker:
         has_ended = self._writing.wait(self._stall_timeout_s)
         self.stats.write_wait_s += self._clock.monotonic() - started_s
         if not has_ended:
-            fix = "see why the store hangs; the sample is made again when its lease has run out"
+            fix = "see why the store hangs; the prompt is given back, and its sample made again"
             raise StorageError(f"not written in {self._stall_timeout_s:g} s", subject=item.id, fix=fix)
         writing, self._writing = self._writing, None
         try:
-            ref = self._accounts.outcome(token, item, writing.result)
-        except StoreFull:
-            self._accounts.give_back(token, [item.id], "store full")
+            ref = self._accounts.outcome(token, item, partial(self._watch.put, item.id, writing.result))
+        except (StoreFull, StoreAway):
+            self._accounts.give_back(token, [item.id], "no store to write to")
             raise
         if ref is not None:
             self._accounts.produced(ref)

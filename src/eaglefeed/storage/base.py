@@ -38,6 +38,7 @@ _VERIFIED_SHARE = 16
 SHARD_KEY = re.compile(r"[0-9a-f]{2}/[A-Za-z0-9][A-Za-z0-9._-]*\.[0-9]+\.safetensors")
 _DOCUMENT = re.compile(r"[a-z][a-z0-9_]*\.(json|safetensors)")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
+_LIKE_A_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 class StoreHealth(NamedTuple):
@@ -224,11 +225,12 @@ def open_store(uri: str, *, durability: Durability = "full", verify: Verify = "a
         verify: whose digests `get` checks: every shard's, 1 in 16, or none.
 
     Raises:
-        ConfigError: no such kind of store.
+        ConfigError: no such kind of store, or an address that looks mistyped.
     """
     match = _SCHEME.fullmatch(uri)
-    scheme, rest = (match[1], match[2]) if match else ("file", uri)
-    if scheme == "file" and rest:
+    is_path = not _LIKE_A_SCHEME.match(uri)
+    scheme, rest = (match[1], match[2]) if match else ("", uri)
+    if (is_path and uri) or (scheme == "file" and rest.startswith("/")):
         from eaglefeed.storage.shared_dir import SharedDirStore
 
         return SharedDirStore(rest, durability=durability, verify=verify)
@@ -243,7 +245,8 @@ def open_store(uri: str, *, durability: Durability = "full", verify: Verify = "a
     if scheme == "s3":
         return _object_store(uri, verify)
     wanted = "file:///folder, a folder's path, shm://name, s3://bucket/prefix or mem://name"
-    raise ConfigError("no such kind of store", subject=uri, wanted=wanted)
+    fix = "" if is_path else "a folder whose name has a colon is written ./name or /…/name"
+    raise ConfigError("no such kind of store", subject=uri, wanted=wanted, fix=fix)
 
 
 def _object_store(uri: str, verify: Verify) -> FeatureStore:

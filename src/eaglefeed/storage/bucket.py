@@ -145,7 +145,8 @@ class Bucket:
             if len(data) == wanted:
                 return data, size
             _log.warning("answer_cut_short", store=self.uri, key=key, wanted_bytes=wanted, got_bytes=len(data))
-        what = f"{key} cannot be read from {self.uri}, each of {_NUM_TRIES} answers was cut short"
+        what = self._sentence(key, subject, "cannot be read")
+        what += f", each of {_NUM_TRIES} answers was cut short"
         raise StorageError(what, subject=subject, fix="check the proxies between here and the server")
 
     def pieces(self, key: str, begin: int, end: int, subject: str) -> Iterator[memoryview]:
@@ -217,5 +218,10 @@ class Bucket:
         if isinstance(error, FileNotFoundError) and num_bytes is None:
             return SampleMissing(subject, key)
         denied = isinstance(error, PermissionDeniedError | UnauthenticatedError) or _DENIED.search(text) is not None
-        what = f"{key} {what} in {self.uri}" + (", access is denied" if denied else "")
-        return StorageError(what.strip(), subject=subject, got=reason, fix=_DENIED_FIX if denied else _FAILED_FIX)
+        what = self._sentence(key, subject, what) + (", access is denied" if denied else "")
+        return StorageError(what, subject=subject, got=reason, fix=_DENIED_FIX if denied else _FAILED_FIX)
+
+    def _sentence(self, key: str, subject: str, what: str) -> str:
+        """What happened, without the subject, which stands before it."""
+        named = what if key in ("", subject) else f"{key} {what}"
+        return named if subject == self.uri else f"{named} in {self.uri}"

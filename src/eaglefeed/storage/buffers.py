@@ -12,12 +12,15 @@ from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import BuffersHeld, StorageError
+from eaglefeed.logs import get_logger
 
 __all__ = ["BufferRing", "fresh_memory", "memory_for"]
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
-_POLL_S = 0.005
+_POLL_S, _TELL_S = 0.005, 5.0
+
+log = get_logger(__name__)
 
 
 def fresh_memory(num_bytes: int) -> memoryview:
@@ -120,7 +123,7 @@ class BufferRing:
 
     def _wait_for_free(self) -> memoryview | None:
         """A free buffer, or None for the right to make one."""
-        deadline_s = self._clock.monotonic() + self._deadline_s
+        started_s, is_told = self._clock.monotonic(), False
         while True:
             with contextlib.suppress(IndexError):
                 pages, copied = self._free.pop()
@@ -133,8 +136,12 @@ class BufferRing:
                     return None
             if self._stop.is_set():
                 raise StorageError("stopped while it waited for a read buffer")
-            if self._clock.monotonic() >= deadline_s:
+            waited_s = self._clock.monotonic() - started_s
+            if waited_s >= self._deadline_s:
                 raise BuffersHeld(self.held(), num_buffers=self._num_buffers, waited_s=self._deadline_s)
+            if waited_s >= _TELL_S and not is_told:
+                log.warning("waiting_for_a_read_buffer", num_buffers=self._num_buffers, held_by=self.held())
+                is_told = True
             self._clock.sleep(_POLL_S)
 
     def _make(self, num_bytes: int) -> memoryview:
