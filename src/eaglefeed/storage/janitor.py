@@ -132,7 +132,12 @@ def _delete_some(left: deque[Released], failures: _Failures, *, retain: bool, en
 
 
 def collect(
-    store: FeatureStore, ledger: RefLedger, *, grace_s: float = 60.0, dry_run: bool = False, clock: Clock = SYSTEM_CLOCK
+    store: FeatureStore,
+    ledger: RefLedger,
+    *,
+    grace_s: float = _GRACE_S,
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Collected:
     """Delete what crashes left, and count what is there.
 
