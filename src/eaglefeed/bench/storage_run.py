@@ -47,7 +47,7 @@ def run_storage_bench(
     """
     folder.mkdir(parents=True, exist_ok=True)
     start_s = SYSTEM_CLOCK.monotonic()
-    with tempfile.TemporaryDirectory(prefix="bench-storage-", dir=folder) as root:
+    with tempfile.TemporaryDirectory(prefix="bench-storage-", dir=folder.absolute()) as root:
         figures = summarise(_measure(Path(root), plan, peers, tell))
     medians = {name: figure["median"] for name, figure in figures.items()}
     return {
