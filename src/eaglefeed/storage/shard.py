@@ -33,6 +33,8 @@ __all__ = [
     "digest",
     "encode_shard",
     "encode_tensors",
+    "flat_bytes",
+    "in_order",
     "spec_of",
     "texts_of",
 ]
@@ -53,10 +55,15 @@ def digest(tensor: Tensor) -> str:
     return str(found.hexdigest())
 
 
-def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes in row-major order, uint8 [num_bytes]: its own memory, unless it is not contiguous."""
     dense = tensor.detach().contiguous()
     # Not reshape(-1): torch leaves any stride on an axis of size 0 or 1, and then refuses the view.
-    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    flat = flat_bytes(tensor)
     if flat.is_cuda:
         yield from staged(flat)
         return
@@ -74,8 +81,8 @@ class TensorWriter:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-        self._specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
+        self.tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        self._specs = {name: spec_of(tensor) for name, tensor in self.tensors.items()}
         self._metadata = dict(metadata)
         self.digests = dict.fromkeys(self._specs, NO_DIGEST)
         self.data_start = len(self.header())
@@ -90,7 +97,7 @@ class TensorWriter:
         Args:
             hashed: False for another pass over data that has been hashed.
         """
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             found = xxhash.xxh3_128()
             for chunk in _chunks_of(tensor):
                 if hashed:
@@ -98,6 +105,10 @@ class TensorWriter:
                 yield chunk
             if hashed:
                 self.digests[name] = found.hexdigest()
+
+    def parts(self) -> list[Tensor]:
+        """The data as one uint8 tensor for each tensor that is not empty, in the file's order."""
+        return [flat_bytes(tensor) for tensor in self.tensors.values() if tensor.numel()]
 
     def header(self) -> bytes:
         """The file's first `data_start` bytes, with the digests so far."""
@@ -195,8 +206,12 @@ class ShardReader(TensorReader):
 
     def tensors(self) -> dict[str, Tensor]:
         """What is stored of the sample: version 1 in the ref's order, else in the file's; see TensorReader.tensors."""
-        found = super().tensors()
-        return {name: found[name] for name in self._ref.feature_specs} if self._ref.schema_version == 1 else found
+        return in_order(self._ref, super().tensors())
+
+
+def in_order(ref: SampleRef, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is stored of a sample: version 1 in the ref's order, else as it is."""
+    return {name: found[name] for name in ref.feature_specs} if ref.schema_version == 1 else found
 
 
 def encode_tensors(writer: TensorWriter) -> bytearray:
