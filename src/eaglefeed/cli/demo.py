@@ -11,6 +11,7 @@ import typer
 
 from eaglefeed.cli.common import JsonOption, TargetOption, open_queues, opened_store, read_settings, stop_on_signals
 from eaglefeed.cli.display import RunDisplay
+from eaglefeed.cli.peers import refuse_peers
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 
@@ -72,6 +73,7 @@ def _play(settings: Settings, display: RunDisplay) -> dict[str, Any]:
     from eaglefeed.cli.demo_run import DemoRun, prepare
     from eaglefeed.cli.targets import target_model, target_tokenizer
 
+    refuse_peers(settings, "the demo compares what is stored")
     stop = threading.Event()
     with open_queues(settings) as queues, opened_store(settings) as store:
         with stop_on_signals(stop.set), DemoProcesses(settings, stop) as processes:

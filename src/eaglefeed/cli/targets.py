@@ -1,5 +1,7 @@
 """The target and the vocabulary map as a command loads them."""
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from eaglefeed.config import Settings
@@ -8,9 +10,10 @@ from eaglefeed.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from eaglefeed.producer.engine import Eagle3Target
     from eaglefeed.schema.vocab import VocabMapping
 
-__all__ = ["target_model", "target_tokenizer", "vocabulary_map"]
+__all__ = ["opened_target", "target_model", "target_tokenizer", "vocabulary_map"]
 
 
 def target_model(settings: Settings) -> "PreTrainedModel":
@@ -26,6 +29,32 @@ def target_model(settings: Settings) -> "PreTrainedModel":
         num_threads=target.num_threads or None,
         trust_remote_code=target.trust_remote_code,
     )
+
+
+@contextmanager
+def opened_target(settings: Settings, *, compact: bool = False) -> Iterator["Eagle3Target"]:
+    """The target behind the engine that the settings name; what was started for it ends with the block."""
+    from eaglefeed.producer.opening import open_target
+
+    target = settings.target
+    opened = open_target(
+        target.name,
+        engine=target.engine,
+        dtype=target.dtype,
+        device=target.device,
+        aux_layer_ids=target.aux_layer_ids,
+        compact=compact,
+        tp_size=target.tp_size,
+        engine_url=target.engine_url,
+        engine_dir=target.engine_dir,
+        engine_python=target.engine_python,
+        max_length=settings.feed.max_length,
+        cache_dir=target.cache_dir,
+        num_threads=target.num_threads or None,
+        trust_remote_code=target.trust_remote_code,
+    )
+    with closing(opened):
+        yield opened
 
 
 def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":

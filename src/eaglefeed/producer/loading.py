@@ -10,13 +10,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from eaglefeed.errors import InputError, TargetUnavailable
 from eaglefeed.logs import get_logger
+from eaglefeed.producer.parts import gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_CACHE_DIR",
     "DEFAULT_TARGET",
+    "WeightsDigest",
     "eos_token_ids",
     "load_target",
     "load_tokenizer",
@@ -32,6 +35,7 @@ __all__ = [
     "target_fingerprint",
     "template_fingerprint",
     "tokenizer_fingerprint",
+    "translated",
 ]
 
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
@@ -75,7 +79,7 @@ def load_target(
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     source = resolve_target(name, cache_dir)
-    with _translated(name):
+    with translated(name):
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)
         model = model.to(device)
@@ -94,7 +98,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     source = resolve_target(name, cache_dir)
-    with _translated(name):
+    with translated(name):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if not tokenizer.is_fast:
         fix = "use a target that comes with a tokenizer.json"
@@ -139,12 +143,28 @@ def reserved_token_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return sorted({*tokenizer.all_special_ids, *special, *(vocab[token] for token in single if token in vocab)})
 
 
+class WeightsDigest:
+    """Digest of named tensors, fed in the names' order."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take in its name, shape, dtype and bytes."""
+        self._digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        data: Any = gathered(tensor).detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        """Of all so far."""
+        return self._digest.hexdigest()
+
+
 def target_fingerprint(model: "PreTrainedModel") -> str:
     """Digest of names, shapes, dtypes and bytes of the weights; the same in every process, about 1 s a GB."""
-    digest = xxhash.xxh3_128()
+    digest = WeightsDigest()
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.add(name, tensor)
     return digest.hexdigest()
 
 
@@ -179,7 +199,12 @@ def _silence_transformers() -> None:
 
 
 @contextlib.contextmanager
-def _translated(name: str) -> Iterator[None]:
+def translated(name: str) -> Iterator[None]:
+    """A block that loads something of `name`.
+
+    Raises:
+        TargetUnavailable: it failed.
+    """
     try:
         yield
     except Exception as error:  # a damaged or foreign checkpoint makes its readers raise anything
@@ -205,7 +230,7 @@ def _converted(gguf: Path, cache: Path) -> Path:
     folder = cache / "targets" / re.sub(r"[^A-Za-z0-9._-]", "_", key)
     if not (folder / "config.json").is_file():
         _log.info("converting the target once, this takes some 20 seconds", source=gguf.name, into=str(folder))
-        with _translated(str(gguf)):
+        with translated(str(gguf)):
             _convert(gguf, folder)
     return folder
 
