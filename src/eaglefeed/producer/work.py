@@ -1,0 +1,80 @@
+"""One request of a target server's client, and the numbers of many.
+
+B batch · S sequence
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eaglefeed.errors import EaglefeedError
+from eaglefeed.producer.engine import Selected
+from eaglefeed.schema.batch import Eagle3TargetBatch
+
+__all__ = ["BatcherStats", "TokenRows", "Work"]
+
+
+class TokenRows(NamedTuple):
+    """What a request asks about, [B, S] int64 each, as tokenized and not shifted."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+
+
+@dataclass(eq=False, kw_only=True)
+class Work:
+    """One request, from its arrival until the last byte of its answer is sent.
+
+    Args:
+        request: its id.
+        rows: what it asks about.
+        deliver: is given the answer, or what went wrong, once at most and in any thread; not if it was released.
+        selected: the draft vocabulary it is answered over; None for logits.
+        exact: it shares no forward.
+        deadline_s: of the clock's monotonic time; no forward of it begins later.
+        on_device: its answer stays where the target made it, instead of going to the CPU.
+    """
+
+    request: str
+    rows: TokenRows
+    deliver: Callable[[Eagle3TargetBatch | EaglefeedError], None]
+    selected: Selected | None = None
+    exact: bool = False
+    deadline_s: float
+    on_device: bool = False
+    released: bool = False
+    """Nobody waits for its answer, or for the rest of it, any more."""
+    computed: bool = False
+    """The target has done with it."""
+
+
+@dataclass(frozen=True)
+class BatcherStats:
+    """What has happened so far, and what is there now.
+
+    Args:
+        waiting: requests that wait for a forward.
+        in_flight: requests in a forward, and answers that are not sent yet.
+        forwards: that the target ran.
+        forward_s: seconds in them and in making answers.
+        answered: requests with an answer.
+        num_tokens: B x S of those, added up.
+        failed: requests whose forward raised.
+        refused: requests that found no room to wait.
+        timed_out: requests dropped before their forward since they were late.
+        cancelled: requests given up before their answer was made.
+    """
+
+    waiting: int = 0
+    in_flight: int = 0
+    forwards: int = 0
+    forward_s: float = 0.0
+    answered: int = 0
+    num_tokens: int = 0
+    failed: int = 0
+    refused: int = 0
+    timed_out: int = 0
+    cancelled: int = 0
