@@ -77,6 +77,34 @@ def test_a_dead_sample_keeps_its_prompt_held_until_it_is_requeued_and_done(bench
     assert held_and_done(prompts) == (0, 0, 1)
 
 
+def test_prompts_are_held_for_samples_until_no_group_has_to_do_them(bench: Bench) -> None:
+    a, b = two_groups(bench)
+    prompts = bench.queue("prompts")
+    prompts.put(items("x", "y", "plain"))
+    assert prompts.held_for(a) == 0
+    hand_off((prompts, a), "x", "y")
+    hand_off((prompts, a), "plain", holder="")
+    assert prompts.held_for(a) == prompts.held_for(b) == 2
+    assert finish(a, 1) == ["y"]
+    learn(a, 1, step=1)
+    fail(b, "y", "x")
+    assert prompts.held_for(a) == 1
+    a.commit(1)
+    assert (prompts.held_for(a), prompts.stats().held) == (0, 2)
+    b.requeue(["x"])
+    assert prompts.held_for(a) == 1
+
+
+def test_prompts_of_the_dead_are_held_for_nobody_once_they_are_recalled(bench: Bench) -> None:
+    prompts, samples = held_pair(bench, "a", "b")
+    assert prompts.held_for(samples) == 2
+    prompts.recall(samples)
+    assert prompts.held_for(samples) == 0
+    hand_off((prompts, samples), "a", holder="p2", generation=2)
+    assert prompts.held_for(samples) == 1
+    assert [prompts.held_for(samples, producer=name) for name in ("p1", "p2")] == [0, 1]
+
+
 def test_held_prompts_make_room_when_their_samples_are_done(bench: Bench) -> None:
     prompts, samples = held_pair(bench, "a", "b")
     prompts.configure(QueueLimits(high_count=2, low_count=0))

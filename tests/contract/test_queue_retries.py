@@ -77,6 +77,41 @@ def test_a_delayed_item_is_leased_when_its_time_has_come_and_not_before(bench: B
     assert [(i.id, i.delivery_count) for i in lease(queue).items] == [("a", 2)]
 
 
+def test_a_failure_that_is_not_the_items_delays_it_and_counts_no_delivery(bench: Bench) -> None:
+    queue = filled(bench, "a")
+    queue.nack(lease(queue).token, ["a"], reason="busy", delay_s=0.001)
+    for _ in range(3):
+        bench.pass_time(0.15)
+        held = lease(queue)
+        assert queue.nack(held.token, ["a"], reason="holder gone", delay_s=0.1, counted=False).ok == ("a",)
+        assert nothing(queue).next_ms > 0
+        assert counts(queue) == (0, 1, 0, 0, 0)
+    bench.pass_time(0.15)
+    assert [(i.id, i.delivery_count) for i in lease(queue).items] == [("a", 2)]
+
+
+def test_an_uncounted_failure_is_told_of_by_a_later_dead_letter(bench: Bench) -> None:
+    queue = filled(bench, "a")
+    queue.configure(QueueLimits(max_deliveries=1))
+    queue.nack(lease(queue).token, ["a"], reason="holder gone", delay_s=0.001, counted=False)
+    bench.pass_time(0.01)
+    expire(bench, queue)
+    nothing(queue)
+    (dead,) = queue.dead_letters()
+    assert (dead.delivery_count, dead.reason.rpartition("; ")[2]) == (1, "last error: holder gone")
+
+
+def test_an_uncounted_failure_waits_as_long_as_a_counted_one_and_may_be_the_last(bench: Bench) -> None:
+    queue = filled(bench, "a", "b")
+    queue.configure(QueueLimits(backoff_base_s=10))
+    held = lease(queue)
+    leased_ms = held.deadline_ms - LONG_S * 1000
+    queue.nack(held.token, ["a"], reason="busy", counted=False)
+    queue.nack(held.token, ["b"], reason="bad", retryable=False, counted=False)
+    assert 7_500 <= nothing(queue).next_ms - leased_ms <= 9_500
+    assert [letter.delivery_count for letter in queue.dead_letters()] == [0]
+
+
 def test_the_backoff_doubles_with_each_delivery_up_to_its_bound(bench: Bench) -> None:
     if not bench.is_virtual:
         pytest.skip("needs minutes")

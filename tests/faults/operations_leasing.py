@@ -227,6 +227,13 @@ def nack_with_a_delay(run: Run) -> Call:
 
 
 @operation
+def nack_uncounted(run: Run) -> Call:
+    token = held(run.samples, "a", "b").token
+    run.samples.nack(token, ["a"], reason="busy", delay_s=LONG_S)
+    return lambda to: to.samples.nack(token, ["a", "b"], reason="gone", delay_s=LONG_S, counted=False)
+
+
+@operation
 def nack_with_backoff(run: Run) -> Call:
     token = held(run.samples, "a", "b").token
     return lambda to: to.samples.nack(token, ["a", "b"], reason="busy")

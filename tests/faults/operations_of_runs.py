@@ -147,6 +147,13 @@ def recall_in_chunks(run: Run) -> Call:
     return lambda to: to.prompts.recall(to.samples)
 
 
+@operation
+def held_for(run: Run) -> Call:
+    hand_off_held(run, "p", "q")
+    finish(run.samples, 1)
+    return lambda to: to.prompts.held_for(to.samples)
+
+
 # room, workers, the end
 
 

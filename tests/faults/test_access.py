@@ -80,6 +80,7 @@ def feed_and_produce(prompts: Any, samples: Any, target: LeaseQueue) -> None:
     for k in range(2):
         prompts.handoff(got.token, f"i{k}", QueueItem(f"i{k}", b"ref", 5), target)
     prompts.handoff(got.token, "i2", QueueItem("i2", b"ref", 5), target, holder="a")
+    assert prompts.held_for(target) == 1
     prompts.nack(got.token, ["i3"], reason="bad", retryable=False)
     prompts.nack(got.token, ["i4"], reason="later", delay_s=0)
     assert [letter.id for letter in prompts.dead_letters()] == ["i3"]

@@ -21,7 +21,7 @@ from queue_steps import LONG_S, finish, ids, items, lease, nothing, numbered
 SERVERS = queue_servers.real_servers()
 OPERATIONS = {**operations_leasing.operation, **operations_of_runs.operation}
 PLAIN = {"limits", "has_room", "wait_for_room_in_vain", "wait_for_room_that_is_there", "farewell", "dead_letters"}
-PLAIN |= {"find", "known", "leased", "agree", "agree_on_what_stands", "agreed"}
+PLAIN |= {"find", "known", "held_for", "leased", "agree", "agree_on_what_stands", "agreed"}
 """Those that are no script."""
 GROW = {"configure", "configure_groups", "put", "put_two_chunks", "put_for_two_groups", "agree"}
 _numbers = count(1)

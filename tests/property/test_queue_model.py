@@ -163,17 +163,28 @@ class QueueMachine(RuleBasedStateMachine):
         ids=SOME,
         retryable=st.booleans(),
         delay_s=st.sampled_from([None, 0, 0.4, 3.0]),
+        counted=st.booleans(),
         jitter=st.floats(0, 1, exclude_max=True),
     )
     def nack(
-        self, place: int, token_place: int, ids: list[str], retryable: bool, delay_s: float | None, jitter: float
+        self,
+        place: int,
+        token_place: int,
+        ids: list[str],
+        retryable: bool,
+        delay_s: float | None,
+        counted: bool,
+        jitter: float,
     ) -> None:
         at = self.at(place)
         token, self.jitter, reason = self.token(at, token_place), jitter, f"r{token_place}"
-        result = self.both(
-            at, lambda queue, _: queue.nack(token, ids, reason=reason, retryable=retryable, delay_s=delay_s)
-        )
+        options: dict[str, Any] = {"reason": reason, "retryable": retryable, "delay_s": delay_s, "counted": counted}
+        before = {item.id: item.delivery_count for item in self.model[at].payloads()}
+        result = self.both(at, lambda queue, _: queue.nack(token, ids, **options))
         self.took(at, token, result.ok)
+        after = {item.id: item.delivery_count for item in self.model[at].payloads()}
+        ended = int(counted and not (retryable and delay_s == 0))
+        assert all(after[i] == before[i] + ended for i in result.ok if i in after)
 
     def took(self, at: At, token: int, ids: tuple[str, ...]) -> None:
         """Who settles an item or gives it back is the newest lease's holder, and does so once."""
@@ -278,6 +289,13 @@ class QueueMachine(RuleBasedStateMachine):
             self.both(at, lambda queue, _: sorted(queue.dead_letters()))
             self.both(at, lambda queue, _: list(queue.payloads()))
             self.both(at, lambda queue, _: sorted(queue.released()))
+
+    @invariant()
+    def held_prompts_are_waited_for_as_long_as_their_samples_are_open(self) -> None:
+        prompts, samples = self.places[:2]
+        held = {i.decode() for i in self.client.call("HKEYS", self.real[prompts].key("held"))}
+        open_ids = {item.id for item in self.model[samples].payloads()}
+        assert self.both(prompts, lambda queue, of: queue.held_for(of)) == len(held & open_ids)
 
     @invariant()
     def every_item_is_in_one_place_of_each_group(self) -> None:

@@ -1,4 +1,5 @@
 import threading
+from itertools import pairwise
 
 import pytest
 
@@ -7,6 +8,7 @@ from eaglefeed.errors import QueueUnavailable
 from eaglefeed.queue.base import Lease, QueueItem
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.queue.renewal import LeaseRenewer
+from eaglefeed.queue.rules import WORKER_GRACE_S
 
 VISIBILITY_S = 60.0
 
@@ -68,6 +70,22 @@ def test_a_lease_is_renewed_at_a_third_of_its_timeout(bench: Bench) -> None:
     assert not bench.is_free()
     bench.clock.advance(1)
     assert bench.is_free()
+
+
+def test_a_worker_shows_signs_of_life_however_long_its_leases_last() -> None:
+    clock, signs = ManualClock(), list[float]()
+    queue = MemoryLeaseQueue(MemoryServer(clock), "run", "prompts")
+    queue.put([QueueItem("a", b"payload")])
+    lease = queue.lease(1, visibility_timeout_s=600, consumer="c")
+    assert isinstance(lease, Lease)
+    seen = lambda: signs.append(clock.monotonic())  # noqa: E731
+    renewer = LeaseRenewer(queue, visibility_timeout_s=600, on_renewed=seen, clock=clock)
+    renewer.add(lease.token)
+    end_s = clock.monotonic() + 300
+    while clock.monotonic() < end_s:  # a long forward
+        clock.advance(renewer.tick())
+    assert len(signs) >= 300 / WORKER_GRACE_S
+    assert max(later - sooner for sooner, later in pairwise(signs)) < WORKER_GRACE_S
 
 
 def test_a_stalled_holder_loses_its_lease_and_learns_of_it(bench: Bench) -> None:

@@ -133,7 +133,14 @@ class LeaseQueue(ABC):
 
     @abstractmethod
     def nack(
-        self, token: int, ids: Sequence[str], *, reason: str, retryable: bool = True, delay_s: float | None = None
+        self,
+        token: int,
+        ids: Sequence[str],
+        *,
+        reason: str,
+        retryable: bool = True,
+        delay_s: float | None = None,
+        counted: bool = True,
     ) -> AckResult:
         """Give items back.
 
@@ -144,6 +151,7 @@ class LeaseQueue(ABC):
             retryable: False makes them dead letters at once.
             delay_s: 0 puts them back to the head of the ready items without counting anything against them (a
                 graceful return); None delays them by the backoff of their delivery count.
+            counted: False for a failure that is not theirs: this delivery is not counted, however long they wait.
         """
 
     @abstractmethod
@@ -206,6 +214,13 @@ class LeaseQueue(ABC):
         """Make the prompts of producers that no longer live ready again, and park their samples; returns how many.
 
         A producer lives while its last `beat` is younger than rules.WORKER_GRACE_S.
+        """
+
+    @abstractmethod
+    def held_for(self, samples: "LeaseQueue", *, producer: str = "") -> int:
+        """How many prompts are held, by any producer or this one, for samples that some group has still to do.
+
+        Those whose samples are dead letters are held too, and nobody waits for them.
         """
 
     @abstractmethod

@@ -107,7 +107,14 @@ class MemoryLeaseQueue(MemoryView):
             return result
 
     def nack(
-        self, token: int, ids: Sequence[str], *, reason: str, retryable: bool = True, delay_s: float | None = None
+        self,
+        token: int,
+        ids: Sequence[str],
+        *,
+        reason: str,
+        retryable: bool = True,
+        delay_s: float | None = None,
+        counted: bool = True,
     ) -> AckResult:
         """See LeaseQueue."""
         jitter, why = self._jitter(), rules.short_reason(reason)
@@ -116,11 +123,11 @@ class MemoryLeaseQueue(MemoryView):
             own = self._own
             result = own.take(token, ids)
             if not retryable:
-                own.give_up(result.ok, why)
+                own.give_up(result.ok, why, counted=counted)
             elif delay_s == 0:
                 own.to_head(result.ok)
             else:
-                own.retry_later(result.ok, why, self._server.now_ms(), delay_s, jitter)
+                own.retry_later(result.ok, why, self._server.now_ms(), delay_s, jitter, counted=counted)
             return result
 
     def commit(self, step: int, *, session: int = 0) -> int:
@@ -183,6 +190,12 @@ class MemoryLeaseQueue(MemoryView):
             target.closed = target.closed and not lost
             target.recall(lost)
             return len(lost)
+
+    def held_for(self, samples: LeaseQueue, *, producer: str = "") -> int:
+        """See LeaseQueue."""
+        with self._lock:
+            target = rules.check_pair(self, samples, MemoryLeaseQueue)._state
+            return sum(i in target.places and producer in ("", holder) for i, holder in self._own.held.items())
 
     def has_room(self) -> bool:
         """See LeaseQueue."""

@@ -123,24 +123,30 @@ class GroupState:
             if not self._parks(item_id):
                 self.ready[item_id] = None
 
-    def retry_later(self, ids: Sequence[str], why: str, now_ms: int, delay_s: float | None, jitter: float) -> None:
-        """Count a delivery and delay items, by their backoff if `delay_s` is None; recalled ones are parked."""
+    def retry_later(
+        self, ids: Sequence[str], why: str, now_ms: int, delay_s: float | None, jitter: float, *, counted: bool
+    ) -> None:
+        """Delay items, by their backoff if `delay_s` is None; recalled ones are parked."""
         for item_id in ids:
-            self._count_failure(item_id, why)
+            number = self._fail(item_id, why, counted)
             if not self._parks(item_id):
-                backoff_ms = rules.backoff_ms(self.queue.limits, self.deliveries[item_id], jitter)
+                backoff_ms = rules.backoff_ms(self.queue.limits, number, jitter)
                 self.delayed[item_id] = now_ms + (backoff_ms if delay_s is None else int(delay_s * 1000))
 
-    def give_up(self, ids: Sequence[str], why: str) -> None:
-        """Count a delivery and make items dead letters."""
+    def give_up(self, ids: Sequence[str], why: str, *, counted: bool) -> None:
+        """Make items dead letters."""
         for item_id in ids:
-            self._count_failure(item_id, why)
+            self._fail(item_id, why, counted)
             self.bury(item_id, why)
         self.queue.update_room()
 
-    def _count_failure(self, item_id: str, why: str) -> None:
+    def _fail(self, item_id: str, why: str, counted: bool) -> int:
+        """How many deliveries ended unsettled, with this one, which is remembered if it counts."""
         self.errors[item_id] = why
-        self.deliveries[item_id] += 1
+        number = self.deliveries[item_id] + 1
+        if counted:
+            self.deliveries[item_id] = number
+        return number
 
     def _parks(self, item_id: str) -> bool:
         if item_id in self.queue.recalled:

@@ -107,7 +107,14 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
         return self._settle("ack", (token, session, "-" if step is None else step), ids, session=session)
 
     def nack(
-        self, token: int, ids: Sequence[str], *, reason: str, retryable: bool = True, delay_s: float | None = None
+        self,
+        token: int,
+        ids: Sequence[str],
+        *,
+        reason: str,
+        retryable: bool = True,
+        delay_s: float | None = None,
+        counted: bool = True,
     ) -> AckResult:
         """See LeaseQueue."""
         mode: tuple[str, float] = ("dead", 0)
@@ -115,7 +122,7 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
             mode = ("backoff", self._jitter())
         elif retryable:
             mode = ("delay", int(delay_s * 1000)) if delay_s else ("head", 0)
-        return self._settle("nack", (token, *mode, rules.short_reason(reason)), ids)
+        return self._settle("nack", (token, *mode, int(counted), rules.short_reason(reason)), ids)
 
     def _settle(self, script: str, head: tuple[str | float, ...], ids: Sequence[str], *, session: int = 0) -> AckResult:
         rules.check_ids(ids)
@@ -182,16 +189,19 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
     def recall(self, samples: LeaseQueue) -> int:
         """See LeaseQueue."""
         target, grace_ms = rules.check_pair(self, samples, RedisLeaseQueue), int(rules.WORKER_GRACE_S * 1000)
-        held = {item_id: producer for page in self._pages(self.key("held")) for item_id, producer in page.items()}
-        places = self._client.call("ZMSCORE", self.key("seq"), *held) if held else []
-        # Each chunk goes to the head: the last place first.
-        ids = [i for _, i in sorted(((float(at), i) for at, i in zip(places, held, strict=True) if at), reverse=True)]
+        held = self._held()
+        places = self._places(held)
+        ids = sorted(places, key=places.__getitem__, reverse=True)  # each chunk goes to the head: the last place first
         recalled = 0
         for start in range(0, len(ids), _MAX_ONE_BY_ONE):
-            chunk = reversed(ids[start : start + _MAX_ONE_BY_ONE])
-            pairs = [part for item_id in chunk for part in (item_id, held[item_id])]
+            pairs = [part for i in reversed(ids[start : start + _MAX_ONE_BY_ONE]) for part in (i, held[i])]
             recalled += int(self._run("recall", grace_ms, *pairs, to=target)[1])
         return recalled
+
+    def held_for(self, samples: LeaseQueue, *, producer: str = "") -> int:
+        """See LeaseQueue."""
+        held = [i for i, holder in self._held().items() if producer in ("", holder.decode())]
+        return len(rules.check_pair(self, samples, RedisLeaseQueue)._places(held))
 
     def has_room(self) -> bool:
         """See LeaseQueue."""
@@ -231,8 +241,7 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
             payloads = self._client.call("HMGET", self.key("ref"), *found)
             counts = self._client.call("HMGET", self.key("deliveries"), *found)
             for (item_id, reason), payload, count in zip(found.items(), payloads, counts, strict=True):
-                # requeued and done by now
-                if payload is not None:
+                if payload is not None:  # else it was requeued, and is done by now
                     yield DeadLetter(item_id.decode(), reason.decode(), int(count or 0), payload)
 
     def requeue(self, ids: Sequence[str]) -> int:
@@ -256,9 +265,7 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
             payloads = self._client.call("HMGET", self.key("ref"), *chunk)
             sizes = self._client.call("HMGET", self.key("bytes"), *chunk)
             rows = zip(chunk, payloads, sizes, strict=True)
-            found += [
-                QueueItem(item_id, payload, int(size or 0)) for item_id, payload, size in rows if payload is not None
-            ]
+            found += [QueueItem(i, payload, int(size or 0)) for i, payload, size in rows if payload is not None]
         return found
 
     def known(self, ids: Collection[str]) -> set[str]:

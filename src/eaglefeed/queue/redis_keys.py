@@ -112,6 +112,18 @@ class RedisKeys:
             found.update(name for name, value in zip(chunk, values, strict=True) if value is not None)
         return found
 
+    def _held(self) -> dict[str, bytes]:
+        """Each held prompt's producer."""
+        return {name.decode(): holder for page in self._pages(self.key("held")) for name, holder in page.items()}
+
+    def _places(self, ids: Collection[str]) -> dict[str, float]:
+        """The places in put order of those of `ids` that are not released."""
+        found = dict[str, float]()
+        for chunk in batched(ids):
+            places = self._client.call("ZMSCORE", self.key("seq"), *chunk)
+            found.update((name, float(place)) for name, place in zip(chunk, places, strict=True) if place is not None)
+        return found
+
     def _pages(self, key: str) -> Iterator[dict[bytes, bytes]]:
         """A hash in bounded steps; each field comes once."""
         cursor, seen = b"0", set[bytes]()

@@ -8,6 +8,7 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import EaglefeedError, StaleLease
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.rules import WORKER_GRACE_S
 
 __all__ = ["LeaseRenewer"]
 
@@ -24,7 +25,7 @@ class _Watched:
 
 
 class LeaseRenewer:
-    """A thread that renews leases at a third of their visibility timeout.
+    """A thread that renews leases at a third of their visibility timeout, or sooner, so that it shows signs of life.
 
     It stops renewing while the consumer is stalled, so that the work of a hung consumer goes to another one, and for
     good when a lease is too old. An outage of the server is waited out: until somebody reclaims it, a lease can be
@@ -55,7 +56,7 @@ class LeaseRenewer:
         self._stall_timeout_s, self._max_lease_age_s = stall_timeout_s, max_lease_age_s
         self._on_lost = on_lost or (lambda _token: None)
         self._on_renewed = on_renewed or (lambda: None)
-        self._interval_s = visibility_timeout_s / 3
+        self._interval_s = min(visibility_timeout_s, 2 * WORKER_GRACE_S) / 3
         self._progress_s = clock.monotonic()
         self._stalled = False
         self._watched: dict[int, _Watched] = {}

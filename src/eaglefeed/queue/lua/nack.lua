@@ -20,14 +20,14 @@
 --   room        LIST  at most 64 tokens that waiting producers pop
 --   each.dead   HASH  id -> reason
 --   run.replay  HASH  call -> sequence number and reply of this client's last one
--- ARGV   token, mode, amount, reason, ids, a line each. The mode is head, dead, delay (amount: ms) or backoff (amount:
---        jitter, 0 to 1)
+-- ARGV   token, mode, amount, counted, reason, ids, a line each. The mode is head, dead, delay (amount: ms) or backoff
+--        (amount: jitter, 0 to 1); counted is 0 for a delivery that does not count against the items
 -- Reply  {ok, a 1 (given back) or 0 (stale) for each id}
 local before = earlier(run)
 if before then return before end
-local token, mode, amount, reason = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local token, mode, amount, counted, reason = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1', ARGV[5]
 local state = call('HMGET', q.state, 'leased', token)
-local flags, mine = leave(q, token, state[2], ARGV[5], state[1])
+local flags, mine = leave(q, token, state[2], ARGV[6], state[1])
 if #mine == 0 then return {'ok', flags} end
 
 local function note_reason()
@@ -36,6 +36,14 @@ local function note_reason()
     fields[2 * i - 1], fields[2 * i] = id, reason
   end
   call('HSET', q.errors, unpack(fields))
+end
+
+-- How many deliveries of each have ended unsettled, with the one that just did.
+local function count()
+  if counted then return count_deliveries(q, mine) end
+  local counts = call('HMGET', q.deliveries, unpack(mine))
+  for i = 1, #mine do counts[i] = tonumber(counts[i] or 0) + 1 end
+  return counts
 end
 
 -- The base doubled with each delivery, the upper half of it spread by the jitter; as in rules.backoff_ms.
@@ -61,7 +69,7 @@ if mode == 'head' then
   return keep(run, {'ok', flags})
 end
 note_reason()
-local counts = count_deliveries(q, mine)
+local counts = count()
 if mode == 'dead' then
   local reasons = {}
   for i = 1, #mine do reasons[i] = reason end
