@@ -19,9 +19,10 @@ from eaglefeed.schema.eagle3_compact import encode_compact
 from eaglefeed.storage.base import FeatureStore, is_verified, key_of, open_store
 from eaglefeed.storage.buffers import BufferRing
 from eaglefeed.storage.header import check_header, ref_of
+from eaglefeed.storage.options import PeerOptions
 
 
-@pytest.fixture(params=["mem", "file", "shm", "s3"])
+@pytest.fixture(params=["mem", "file", "shm", "s3", "nccl", "gloo"])
 def open_one(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., FeatureStore]]:
@@ -36,8 +37,10 @@ def open_one(
     opened: list[FeatureStore] = []
 
     def open_it(**options: object) -> FeatureStore:
-        uri = f"file://{tmp_path}/store" if request.param == "file" else f"{request.param}://{name}"
-        opened.append(open_store(uri, **options))  # type: ignore[arg-type]
+        uris = {"file": f"file://{tmp_path}/store"} | dict.fromkeys(["nccl", "gloo"], "nccl://127.0.0.1:0")
+        uri = uris.get(request.param, f"{request.param}://{name}")
+        peer = PeerOptions(data_plane="gloo" if request.param == "gloo" else "auto")
+        opened.append(open_store(uri, peer=peer, **options))  # type: ignore[arg-type]
         return opened[-1]
 
     yield open_it
@@ -82,7 +85,7 @@ def test_a_tensor_that_was_read_is_the_readers_own(store: FeatureStore) -> None:
 
 
 def test_a_missing_sample_is_retryable_and_named(store: FeatureStore) -> None:
-    ref = replace(samples.ref(), stored_bytes=10)
+    ref = replace(samples.ref(), stored_bytes=10, store_uri=store.uri)
     for read in (store.get, store.header):
         with pytest.raises(SampleMissing, match="a-1") as caught:
             read(ref)

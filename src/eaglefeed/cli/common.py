@@ -2,28 +2,31 @@
 
 import json
 import os
-import signal
+import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from eaglefeed import logs
+from eaglefeed.access import read_token
 from eaglefeed.config import Settings, load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
 from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue
 from eaglefeed.queue.connection import QueueClient
+from eaglefeed.signals import stop_on_signals
 from eaglefeed.storage.base import FeatureStore, open_store
+from eaglefeed.storage.options import PeerOptions
 
 __all__ = [
     "ConfigOption",
+    "EngineOption",
     "JsonOption",
     "RedisOption",
     "RunOption",
@@ -31,7 +34,9 @@ __all__ = [
     "StoreOption",
     "TargetOption",
     "VocabOption",
+    "access_token",
     "emit",
+    "is_with_producers",
     "open_queues",
     "opened_store",
     "read_settings",
@@ -46,11 +51,14 @@ RedisOption = Annotated[
 ]
 StoreOption = Annotated[str | None, typer.Option("--store", help="Folder or address of the store.")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="Hugging Face id or local folder of the target.")]
+EngineOption = Annotated[str | None, typer.Option("--engine", help="What runs the target: hf, vllm or sglang.")]
 _VOCAB_HELP = (
     "Vocabulary map of the draft: samples hold target_probs over it, unless produce.supervision says otherwise."
 )
 VocabOption = Annotated[Path | None, typer.Option("--vocab", help=_VOCAB_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_PEERS = "nccl://"
+_BIRTH = secrets.token_hex(3)
 
 
 @dataclass(frozen=True)
@@ -129,9 +137,19 @@ def _connect(settings: Settings, max_wait_s: float) -> QueueClient:
     )
 
 
+def is_with_producers(settings: Settings) -> bool:
+    """Whether the run's samples stay with their producers."""
+    return settings.store_uri.startswith(_PEERS)
+
+
 @contextmanager
-def opened_store(settings: Settings) -> Iterator[FeatureStore]:
+def opened_store(settings: Settings, *, keeps: bool = False, peer: PeerOptions | None = None) -> Iterator[FeatureStore]:
     """The run's store.
+
+    Args:
+        settings: name it.
+        keeps: this is a producer: of nccl://HOST:PORT, which one file of settings may say to all, it alone listens.
+        peer: for nccl://, what the settings do not say.
 
     Raises:
         ConfigError: it is in this process's memory, which no other command sees, or no such kind of store.
@@ -139,36 +157,46 @@ def opened_store(settings: Settings) -> Iterator[FeatureStore]:
     if settings.store_uri.startswith("mem://"):
         what, fix = "its samples are gone when this command ends", "use shm://name or file:///folder"
         raise ConfigError(what, subject=settings.store_uri, wanted="a store that processes share", fix=fix)
-    store = open_store(settings.store_uri, durability=settings.store.durability, verify=settings.store.verify)
+    if is_with_producers(settings):
+        store = _peer_store(settings, keeps, peer or PeerOptions())
+    else:
+        store = open_store(settings.store_uri, durability=settings.store.durability, verify=settings.store.verify)
     try:
         yield store
     finally:
         store.close()
 
 
-@contextmanager
-def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM calls `stop` (drain), the second raises KeyboardInterrupt."""
-    seen: list[int] = []
+def _peer_store(settings: Settings, keeps: bool, peer: PeerOptions) -> FeatureStore:
+    uri = settings.store_uri if keeps else _PEERS
+    if keeps and uri == _PEERS:
+        fix = "pass --store nccl://HOST:PORT, where trainers reach this producer"
+        raise ConfigError("a producer needs an address of its own", subject=uri, fix=fix)
+    options = replace(
+        peer,
+        token=access_token(settings),
+        data_plane=settings.store.data_plane,
+        capacity_bytes=settings.store.peer_bytes,
+        pinned=settings.store.peer_pinned,
+    )
+    return open_store(uri, verify=settings.store.verify, peer=options)
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            raise KeyboardInterrupt
-        sys.stderr.write("eaglefeed: finishing the item in hand; once more to stop now\n")
-        stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def access_token(settings: Settings) -> str:
+    """The token of everything that listens; "" without one.
+
+    Raises:
+        ConfigError: its file cannot be read, or holds too short a one.
+    """
+    access = settings.access
+    if access.token is not None:
+        return access.token.get_secret_value()
+    return "" if access.token_file is None else read_token(access.token_file)
 
 
 def worker_name() -> str:
-    """A name that is this process's alone."""
-    return f"{socket.gethostname()}-{os.getpid()}"
+    """A name that is this process's alone, also where a restarted container has the same host and pid."""
+    return f"{socket.gethostname()}-{os.getpid()}-{_BIRTH}"
 
 
 def emit(as_json: bool, document: dict[str, Any], lines: list[str]) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from eaglefeed.cli.common import (
     ConfigOption,
+    EngineOption,
     JsonOption,
     RedisOption,
     RunOption,
@@ -23,16 +24,19 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.config import Settings
+from eaglefeed.storage.options import PeerOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
-    from eaglefeed.producer.target import HFEagle3TargetModel
+    from eaglefeed.producer.engine import Eagle3Target
     from eaglefeed.schema.contract import RunContract
     from eaglefeed.schema.vocab import VocabMapping
 
 __all__ = ["produce"]
+
+_TIDY_S, _KEEPER_TIDY_S = 600.0, 30.0
+"""How often a janitor collects; what is left in memory costs room for samples."""
 
 
 def produce(
@@ -42,6 +46,7 @@ def produce(
     redis: RedisOption = None,
     store: StoreOption = None,
     target: TargetOption = None,
+    engine: EngineOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,28 +58,29 @@ def produce(
         redis_url=redis,
         store__uri=store,
         target__name=target,
+        target__engine=engine,
         produce__vocab=vocab,
     )
-    from eaglefeed.cli.targets import target_model, vocabulary_map
+    from eaglefeed.cli.targets import opened_target, vocabulary_map
     from eaglefeed.producer.ledger import QueueLedger
-    from eaglefeed.producer.target import HFEagle3TargetModel
     from eaglefeed.producer.worker import ProducerWorker
     from eaglefeed.storage.janitor import Janitor
 
     mapping = vocabulary_map(settings)
     stop = threading.Event()
-    with opened_store(settings) as shards, open_queues(settings) as queues, stop_on_signals(stop.set):
-        model = target_model(settings)
-        is_compact = settings.produce.supervision == "last_hidden_states"
-        backend = HFEagle3TargetModel(model, settings.target.aux_layer_ids, compact=is_compact)
+    opened = opened_store(settings, keeps=True, peer=PeerOptions(device=settings.target.device))
+    is_compact = settings.produce.supervision == "last_hidden_states"
+    loaded = opened_target(settings, compact=is_compact)
+    with opened as shards, open_queues(settings) as queues, stop_on_signals(stop.set), loaded as backend:
         if mapping is not None:
             backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
+        tidy_s = _KEEPER_TIDY_S if shards.stays_with_producer else _TIDY_S
         worker = ProducerWorker(
             prompts=queues.prompts,
             samples=queues.samples,
             store=shards,
             target=backend,
-            contract=_contract(settings, model, backend, mapping),
+            contract=_contract(settings, backend, mapping),
             assets=lambda: _assets(backend, mapping),
             run_id=settings.run.id,
             name=worker_name(),
@@ -83,7 +89,7 @@ def produce(
             stall_timeout_s=settings.queue.stall_timeout_s,
             max_lease_age_s=settings.queue.max_lease_age_s,
             max_attempts=settings.queue.max_deliveries,
-            tidy=Janitor(shards, QueueLedger(settings.run.id, queues.named)).maybe_run,
+            tidy=Janitor(shards, QueueLedger(settings.run.id, queues.named), interval_s=tidy_s).maybe_run,
         )
         stats = worker.run(stop)
     line = (
@@ -94,18 +100,14 @@ def produce(
     emit(as_json, asdict(stats), [line])
 
 
-def _assets(
-    backend: "HFEagle3TargetModel", mapping: "VocabMapping | None"
-) -> "tuple[dict[str, Tensor], dict[str, str]]":
+def _assets(backend: "Eagle3Target", mapping: "VocabMapping | None") -> "tuple[dict[str, Tensor], dict[str, str]]":
     tensors, metadata = backend.target_assets()
     return (tensors | {"t2d": mapping.t2d} if mapping else tensors), metadata
 
 
-def _contract(
-    settings: Settings, model: "PreTrainedModel", backend: "HFEagle3TargetModel", mapping: "VocabMapping | None"
-) -> "RunContract":
+def _contract(settings: Settings, backend: "Eagle3Target", mapping: "VocabMapping | None") -> "RunContract":
     from eaglefeed.cli.targets import target_tokenizer
-    from eaglefeed.producer.loading import target_fingerprint, template_fingerprint, tokenizer_fingerprint
+    from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
     from eaglefeed.schema.contract import RunContract
     from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
     from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION
@@ -115,7 +117,7 @@ def _contract(
     tokenizer = target_tokenizer(settings)
     return RunContract(
         target=settings.target.name,
-        target_fingerprint=target_fingerprint(model),
+        target_fingerprint=backend.fingerprint(),
         dtype=settings.target.dtype,
         hidden_size=backend.hidden_size,
         vocab_size=backend.vocab_size,

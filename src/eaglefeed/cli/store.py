@@ -22,6 +22,7 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.cli.feed import configure_queues, queue_limits
 from eaglefeed.cli.letters import one_line
+from eaglefeed.cli.peers import refuse_peers
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.cli.shards import count_shards, describe_shards, show_counts, show_shard
 from eaglefeed.config import Settings
@@ -54,6 +55,7 @@ def gc(
 ) -> None:
     """Delete what crashes left: shards of released samples, orphans that nobody will hand off, stale temporaries."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
+    refuse_peers(settings, "nothing to collect")
     with _opened(settings) as (queues, shards):
         ledger = QueueLedger(queues.run, queues.named)
         found = collect(shards, ledger, dry_run=dry_run)
@@ -86,6 +88,7 @@ def rebuild(
 ) -> None:
     """Put the refs of the run's shards into its empty queue, after its server lost its data, or a purge."""
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
+    refuse_peers(settings, "nothing to rebuild a queue from")
     if not settings.store.uri and not settings.run_dir.is_dir():  # before the folder is made
         raise ConfigError(f"no shards of run {settings.run.id}", subject=settings.store_uri, fix="check --run")
     with opened_store(settings) as shards, open_queues(settings) as queues:
@@ -131,6 +134,7 @@ def inspect(
         if faults:
             raise typer.Exit(_FAILED)
         return
+    refuse_peers(settings, "no shards to count")
     with _opened(settings) as (queues, shards):
         counts = count_shards(queues, shards)
     emit(as_json, {"run": queues.run, "store": shards.uri} | counts, show_counts(counts, shards.uri))

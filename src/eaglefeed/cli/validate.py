@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["validate"]
 
 _SHARD = re.compile(r".+\.[0-9]+\.safetensors")
-_ADDRESS = re.compile(r"(s3|shm|mem|file):/")
+_ADDRESS = re.compile(r"(s3|shm|mem|file|nccl):/")
 _FAILED = 3
 _MAX_JSON_BYTES = 64 * 1024
 
@@ -83,9 +83,15 @@ def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[
         elif path.exists():
             yield str(path), partial(_check_file, path, values)
         else:
-            is_address = _ADDRESS.match(str(path))  # a Path has made one slash of two
-            fix = "a store is checked with `--queue --store URI`, a folder by its path" if is_address else ""
-            raise ConfigError("no such file or folder", subject=str(path), fix=fix)
+            raise ConfigError("no such file or folder", subject=str(path), fix=_address_fix(str(path)))
+
+
+def _address_fix(path: str) -> str:
+    address = _ADDRESS.match(path)  # a Path has made one slash of two
+    if address is None:
+        return ""
+    uri = "nccl://" if address[1] == "nccl" else "URI"
+    return f"a store is checked with `validate --queue --store {uri}`, a folder by its path"
 
 
 def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[[], None]]]:

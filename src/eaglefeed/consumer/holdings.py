@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 @dataclass
 class StreamStats:
-    """What became of every sample that a stream leased."""
+    """What became of every sample that a stream leased; `gone` are those whose producer did not answer any more."""
 
     delivered: int = 0
     redelivered: int = 0
@@ -31,6 +31,7 @@ class StreamStats:
     stale: int = 0
     dead: int = 0
     retried: int = 0
+    gone: int = 0
     returned: int = 0
     wait_s: float = 0.0
 

@@ -5,17 +5,20 @@ import threading
 from typing import NamedTuple
 
 from eaglefeed.clock import Clock
+from eaglefeed.consumer.gone import GoneProducers
 from eaglefeed.consumer.holdings import Sample, StreamStats, bear_outage
 from eaglefeed.consumer.materialize import Materializer
-from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, NoProducers, QueueUnavailable
+from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, NoProducers, PeerGone, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.holdings import Holdings
+from eaglefeed.schema.refs import decode_ref
 
 __all__ = ["End", "Prefetcher"]
 
 _WAIT_S = 0.5
 _DUE_PAUSE_S = 0.1
+_GONE_DELAY_S, _RECALL_S = 5.0, 5.0
 
 log = get_logger(__name__)
 
@@ -58,6 +61,8 @@ class Prefetcher:
         self._ready: queue.Queue[Sample | End] = queue.Queue(maxsize=prefetch)
         self._alone_since: float | None = None
         self._warned = False
+        self._recalled_s = -_RECALL_S
+        self._gone = GoneProducers(grace_s=producer_grace_s, fails=fail_without_producers, clock=clock)
         self._thread = threading.Thread(target=self._run, name="eaglefeed-prefetch", daemon=True)
         self._thread.start()
 
@@ -110,7 +115,7 @@ class Prefetcher:
             self._stop.wait(_DUE_PAUSE_S)
         else:
             self._look_for_producers()
-        return lease is not DrainState.DRAINED
+        return lease is not DrainState.DRAINED or not self._is_over()
 
     def _ask(self) -> Lease | DrainState:
         def lease() -> Lease | NoLease:
@@ -133,11 +138,43 @@ class Prefetcher:
             ref, batch = self._materializer.materialize(item.payload)
         except (BuffersHeld, ConfigError):
             raise  # no fault of this sample's: the stream ends, and gives it back
+        except PeerGone as error:
+            self._give_back(token, item, error)
         except EaglefeedError as error:
             if not self._stop.is_set():  # else the wait for a buffer may have ended early: it is given back
                 self._refuse(token, item, error)
         else:
+            self._gone.answered(ref.store_uri)
             self._offer(Sample(token, ref, batch, item.delivery_count))
+
+    def _is_over(self) -> bool:
+        """Whether nothing comes any more to a drained queue.
+
+        Of a producer that died, samples may be parked that another one is about to make again. The recall opened the
+        queue, and a third producer, which did not know of it, may have closed it once more.
+        """
+        nobody_works = self._prompts is None or self._prompts.stats().drained  # asked first: a hand-off comes between
+        stats = self._samples.stats()
+        if stats.drained and (nobody_works or not stats.parked):
+            return True
+        self._stop.wait(_DUE_PAUSE_S)
+        return False
+
+    def _give_back(self, token: int, item: LeasedItem, error: PeerGone) -> None:
+        """Its producer is gone, which is not its fault: it waits until another one has made it again."""
+        self._stats.gone += 1
+        self._holdings.settle(token, [item.id])
+        reason, uri = f"{type(error).__name__}: {error}"[:1000], decode_ref(item.payload).store_uri
+        delay_s = self._gone.note(uri, error, _GONE_DELAY_S)
+        try:
+            self._samples.nack(token, [item.id], reason=reason, delay_s=delay_s, counted=False)
+            now_s = self._clock.monotonic()
+            if self._prompts is not None and now_s - self._recalled_s >= _RECALL_S:
+                self._recalled_s = now_s
+                self._prompts.recall(self._samples)
+        except QueueUnavailable as outage:
+            log.warning("lease_left_to_expire", sample_id=item.id, lease=token, reason=str(outage))
+        self._gone.tell(uri)
 
     def _refuse(self, token: int, item: LeasedItem, error: EaglefeedError) -> None:
         final = not error.retryable or item.delivery_count >= self._max_attempts

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.holdings import StreamStats, bear_outage
-from eaglefeed.errors import QueueUnavailable
+from eaglefeed.errors import ConfigError, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import AckResult, LeaseQueue
 from eaglefeed.queue.holdings import Holdings
@@ -43,6 +43,11 @@ class Settler:
         self._outage_s, self._stop, self._clock = outage_s, stop, clock
         self._taken: dict[int, list[str]] = defaultdict(list)
         self._seen: dict[int, list[str]] = {}
+        if retain and store.stays_with_producer:
+            fix = "leave retain out, or produce into another kind of store"
+            raise ConfigError(
+                "its samples cannot be retained, they die with their producer", subject=store.uri, fix=fix
+            )
         if retain:  # for the janitors, which know of no stream
             samples.agree(RETAIN_RECORD, b"1")
 

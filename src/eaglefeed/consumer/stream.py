@@ -77,8 +77,9 @@ class SampleStream:
         max_attempts: deliveries after which a sample that cannot be read is a dead letter.
         values: whose values are checked: every sample's, 1 in 16, or none.
         retain: keep shards after their samples are released.
-        fail_without_producers: raise NoProducers when prompts remain and no producer lived for `producer_grace_s`.
-        producer_grace_s: that time; a warning comes after it in any case.
+        fail_without_producers: raise NoProducers when prompts remain and no producer lived for `producer_grace_s`, and
+            PeerGone when one that keeps samples has not answered for so long.
+        producer_grace_s: that time; a warning or a logged error comes after it in any case.
         outage_s: how long the queue may be out of reach before QueueUnavailable is raised.
         device: where batches go.
         head: of a run with last_hidden_states, on `device`: makes target_probs of them. None takes the samples of other

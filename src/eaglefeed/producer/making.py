@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from eaglefeed.errors import SchemaError
@@ -11,13 +10,14 @@ from eaglefeed.producer.agreement import RunAgreement
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch
 from eaglefeed.schema.contract import RunContract
 from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, encode_compact, validate_ref
+from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.prompt import Prompt, decode_prompt
 from eaglefeed.schema.refs import FeatureAlgorithm, SampleRef
 from eaglefeed.schema.values import validate_eagle3_tensors
 from eaglefeed.storage.base import shard_key
 from eaglefeed.storage.shard import spec_of
 
-__all__ = ["Made", "SampleMaker", "pad_prompt"]
+__all__ = ["Made", "SampleMaker"]
 
 
 class Made(NamedTuple):
@@ -25,18 +25,6 @@ class Made(NamedTuple):
 
     ref: SampleRef
     tensors: Mapping[str, Tensor]
-
-
-def pad_prompt(prompt: Prompt) -> tuple[Tensor, Tensor, Tensor]:
-    """Right-padded input_ids, attention_mask and loss_mask of a prompt's rows, each [B, S] int64."""
-    length = max(len(row.input_ids) for row in prompt.rows)
-    ids, attention, loss = (torch.zeros(len(prompt.rows), length, dtype=torch.int64) for _ in range(3))
-    for index, row in enumerate(prompt.rows):
-        size = len(row.input_ids)
-        ids[index, :size] = torch.tensor(row.input_ids)
-        attention[index, :size] = 1
-        loss[index, :size] = torch.tensor(row.loss_mask)
-    return ids, attention, loss
 
 
 class SampleMaker:

@@ -14,6 +14,7 @@ from eaglefeed.producer.accounts import Accounts, ProducerStats
 from eaglefeed.producer.agreement import RunAgreement
 from eaglefeed.producer.making import SampleMaker
 from eaglefeed.producer.outage import StoreAway, StoreWatch
+from eaglefeed.producer.staying import Keeper
 from eaglefeed.producer.writing import SampleWriter, Writing
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue
 from eaglefeed.queue.renewal import LeaseRenewer
@@ -75,6 +76,8 @@ class ProducerWorker:
         tidy: Callable[[], None] = lambda: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._keeper = Keeper(name, store, prompts, samples, run_id, clock)
+        name = self._keeper.name
         self._prompts, self._samples, self._store, self._name = prompts, samples, store, name
         self._lease_batch, self._timeout_s, self._stall_timeout_s = lease_batch, visibility_timeout_s, stall_timeout_s
         self._tidy, self._clock, self._outage_s = tidy, clock, outage_s
@@ -105,20 +108,28 @@ class ProducerWorker:
     def run(self, stop: threading.Event) -> ProducerStats:
         """Work until the prompts are drained, or `stop` is set: then what is begun is finished, the rest given back.
 
-        An error ends it too: after at most _LAST_WRITE_S for the sample that is written, all it holds is given back.
+        Over a store whose samples die with their producer, it lives on until nobody needs any that one keeps. An error
+        ends it too: after at most _LAST_WRITE_S for the sample that is written, all it holds is given back.
 
         Raises:
             ContractMismatch: this producer differs from the run's contract.
             QueueUnavailable: the server was away for too long.
-            StorageError: the store did not come to an end with a sample, or was away for longer than `outage_s`.
+            StorageError: the store did not come to an end with a sample, or was away for longer than `outage_s`; or its
+                room is taken by what nobody needs.
         """
-        self._writer = SampleWriter(self._prompts, self._samples, self._store, self._accounts.settle)
+        self._keeper.begin()
+        self._writer = SampleWriter(
+            self._prompts, self._samples, self._store, self._accounts.settle, self._keeper.holder
+        )
         self._renewer.start()
         try:
             while not stop.is_set() and self._round(stop):
                 pass
             with suppress(StoreFull, StoreAway):
                 self._collect()
+            while self._keeper.is_needed(stopping=stop.is_set()):
+                self._show_life()
+                self._clock.sleep(_WAIT_S)
         finally:
             self._writer.close(_LAST_WRITE_S)
             self._renewer.stop()
@@ -133,10 +144,9 @@ class ProducerWorker:
             log.warning("leases_left_to_run_out", queue=self._prompts.name, reason=str(error))
 
     def _round(self, stop: threading.Event) -> bool:
-        self._prompts.beat("producer", self._name)
+        self._show_life()
         if self._clock.monotonic() - self._recalled_s >= _RECALL_S:
             self._recall()
-        self._tidy()
         try:
             return not self._has_room() or self._lease_once(stop)
         except StoreFull:
@@ -148,6 +158,10 @@ class ProducerWorker:
             self._clock.sleep(_FULL_PAUSE_S)
             self.stats.paused_s += _FULL_PAUSE_S
         return True
+
+    def _show_life(self) -> None:
+        self._prompts.beat("producer", self._name)
+        self._tidy()
 
     def _lease_once(self, stop: threading.Event) -> bool:
         lease = self._prompts.lease(
@@ -162,14 +176,24 @@ class ProducerWorker:
             self._work_through(lease, stop)
         elif self._writing:
             self._collect()
-        elif lease.state is DrainState.DRAINED and not self._recall():
-            self._samples.close()
-            return False
+        elif lease.state is DrainState.DRAINED:
+            return self._goes_on()
         else:
             if not self._idle:
                 log.info("producer_waits_for_prompts", queue=self._prompts.name)
             self._idle = True
         return True
+
+    def _goes_on(self) -> bool:
+        """Whether there may be something to do although the prompts are drained."""
+        if self._keeper.is_needed():  # rounds look for prompts of the dead now and then
+            self._samples.close()
+            self._clock.sleep(_WAIT_S)
+            return True
+        if self._recall():
+            return True
+        self._samples.close()
+        return False
 
     def _recall(self) -> int:
         """Take prompts back whose samples were held by a producer that died."""
@@ -179,13 +203,18 @@ class ProducerWorker:
         return count
 
     def _has_room(self) -> bool:
-        if self._samples.has_room():
+        if self._samples.has_room() and self._store.wait_for_room(0):
+            self._keeper.end_wait()
             return True
         self._collect()
         started = self._clock.monotonic()
-        log.info("producer_waits_for_room", queue=self._samples.name)
-        has_room = self._samples.wait_for_room(_WAIT_S)
+        self._keeper.tell_wait()
+        has_room = self._samples.wait_for_room(_WAIT_S) and self._store.wait_for_room(_WAIT_S)
         self.stats.paused_s += self._clock.monotonic() - started
+        if not has_room and self._prompts.stats().drained:
+            return True  # none is needed, and who needs the producer still is for the lease to find out
+        if not has_room:
+            self._keeper.check_room(self._outage_s)
         return has_room
 
     def _work_through(self, lease: Lease, stop: threading.Event) -> None:
@@ -193,6 +222,9 @@ class ProducerWorker:
             rest = [left.id for left in lease.items[index:]]
             if stop.is_set() or self._renewer.is_lost(lease.token):
                 self._accounts.give_back(lease.token, rest, "producer stopped")
+                return
+            if index and not self._store.wait_for_room(0):
+                self._accounts.give_back(lease.token, rest, "no room for more samples")
                 return
             self._prompts.beat("producer", self._name)
             try:

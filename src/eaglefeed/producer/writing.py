@@ -62,6 +62,7 @@ class SampleWriter:
         samples: where they are handed off to.
         store: where shards go.
         settle: called with a lease's token and an item's id right before its hand-off.
+        holder: the producer that the samples' tensors stay with, if they do.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class SampleWriter:
         samples: LeaseQueue,
         store: FeatureStore,
         settle: Callable[[int, Sequence[str]], None],
+        holder: str = "",
     ) -> None:
         self._prompts, self._samples, self._store, self._settle = prompts, samples, store, settle
+        self._holder = holder
         self._jobs: queue.SimpleQueue[tuple[Writing, Made] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="eaglefeed-writer", daemon=True)
         self._thread.start()
@@ -109,7 +112,7 @@ class SampleWriter:
         try:
             item = QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes)
             self._settle(writing.token, [writing.item.id])
-            self._prompts.handoff(writing.token, writing.item.id, item, self._samples)
+            self._prompts.handoff(writing.token, writing.item.id, item, self._samples, holder=self._holder)
         except (IdConflict, SchemaError, StaleLease):
             self._take_back(ref)
             raise

@@ -4,7 +4,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from eaglefeed.errors import ConfigError, SampleCorrupt, StorageError
 from eaglefeed.schema.refs import SampleRef
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from eaglefeed.storage.buffers import BufferRing
     from eaglefeed.storage.header import ShardHeader
+    from eaglefeed.storage.options import PeerOptions
 
 __all__ = [
     "ENDLESS",
@@ -112,6 +113,8 @@ class FeatureStore(ABC):
     """A store of samples. A key is never written twice, and nothing outside the store's root is read or written."""
 
     uri: str
+    stays_with_producer: ClassVar[bool] = False
+    """Whether samples die with the producer that put them: it must live until they are released."""
 
     @abstractmethod
     def put(self, ref: SampleRef, tensors: Mapping[str, "Tensor"]) -> SampleRef:
@@ -182,6 +185,10 @@ class FeatureStore(ABC):
     def health(self) -> StoreHealth:
         """Free and total bytes."""
 
+    def wait_for_room(self, timeout_s: float) -> bool:  # noqa: ARG002
+        """Whether it is worth making another sample, waited for at most `timeout_s`; `put` may still find no room."""
+        return True
+
     @abstractmethod
     def put_document(self, name: str, data: bytes) -> bool:
         """Write a small file of the run beside the shards, whole, unless it is there; False if it was."""
@@ -215,14 +222,18 @@ class FeatureStore(ABC):
         return
 
 
-def open_store(uri: str, *, durability: Durability = "full", verify: Verify = "always") -> FeatureStore:
-    """Open the store at `uri`: mem://name, file:///folder or a plain path, shm://name, s3://bucket/prefix.
+def open_store(
+    uri: str, *, durability: Durability = "full", verify: Verify = "always", peer: "PeerOptions | None" = None
+) -> FeatureStore:
+    """Open the store at `uri`: mem://name, file:///folder or a plain path, shm://name, s3://bucket/prefix, nccl://.
 
     Args:
-        uri: where it lies.
+        uri: where it lies. nccl://HOST:PORT is a producer's, which keeps its samples and listens there; nccl:// is that
+            of all others.
         durability: what outlives a power cut once `put` has returned. full: the shard and its name; data: the shard's
             bytes; none: neither, the kernel writes them when it likes. For folders.
         verify: whose digests `get` checks: every shard's, 1 in 16, or none.
+        peer: for nccl://.
 
     Raises:
         ConfigError: no such kind of store, or an address that looks mistyped.
@@ -244,7 +255,9 @@ def open_store(uri: str, *, durability: Durability = "full", verify: Verify = "a
         return MemoryStore.named(rest, verify=verify)
     if scheme == "s3":
         return _object_store(uri, verify)
-    wanted = "file:///folder, a folder's path, shm://name, s3://bucket/prefix or mem://name"
+    if scheme == "nccl":
+        return _peer_store(rest, verify, peer)
+    wanted = "file:///folder, a folder's path, shm://name, s3://bucket/prefix, mem://name, nccl:// or nccl://HOST:PORT"
     fix = "" if is_path else "a folder whose name has a colon is written ./name or /…/name"
     raise ConfigError("no such kind of store", subject=uri, wanted=wanted, fix=fix)
 
@@ -256,3 +269,16 @@ def _object_store(uri: str, verify: Verify) -> FeatureStore:
         fix = "pip install 'eaglefeed[object]'"
         raise ConfigError("a package is missing", subject=uri, wanted=error.name, fix=fix) from None
     return ObjectStore(uri, verify=verify)
+
+
+def _peer_store(address: str, verify: Verify, options: "PeerOptions | None") -> FeatureStore:
+    if not address:
+        from eaglefeed.storage.peer import PeerStore
+
+        return PeerStore(options, verify=verify)
+    try:
+        from eaglefeed.storage.keeping import KeepingStore
+    except ModuleNotFoundError as error:
+        fix = "pip install 'eaglefeed[serve]'"
+        raise ConfigError("a package is missing", subject=f"nccl://{address}", wanted=error.name, fix=fix) from None
+    return KeepingStore(address, options, verify=verify)
