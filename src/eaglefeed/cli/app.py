@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eaglefeed import __version__
-from eaglefeed.cli import answers, bench, demo, feed, produce, queue, store, train, validate, vocab
+from eaglefeed.cli import answers, bench, demo, feed, produce, queue, serve_target, store, train, validate, vocab
 from eaglefeed.errors import (
     BuffersHeld,
     ConfigError,
@@ -60,6 +60,7 @@ app.command("vocab")(vocab.vocab)
 app.command("feed")(feed.feed)
 app.command("produce")(produce.produce)
 app.command("train")(train.train)
+app.command("serve-target")(serve_target.serve_target)
 app.command("validate")(validate.validate)
 app.add_typer(queue.app, name="queue")
 app.add_typer(store.app, name="store")

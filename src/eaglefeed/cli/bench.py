@@ -1,4 +1,4 @@
-"""`eaglefeed bench`: what the queue and the stores do a second, and what it costs."""
+"""`eaglefeed bench`: what the queue, the stores and a remote target do a second, and what it costs."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,7 @@ app = typer.Typer(help="Measure.", no_args_is_help=True, rich_markup_mode=None)
 
 @app.callback()
 def root() -> None:
-    """Measure what the queue and the stores do a second, and what it costs."""
+    """Measure what the queue, the stores and a remote target do a second, and what it costs."""
 
 
 @app.command("queue")
@@ -77,6 +77,28 @@ def storage(
     document = run_storage_bench(folder, replace(plan, rounds=rounds or plan.rounds), found, tell=_tell)
     emit(as_json, document, render(document))
     _require(document["must"], "bench storage", "`memmove` says how fast this machine was meanwhile")
+
+
+@app.command("remote")
+def remote(
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    no_peers: NoPeersOption = False,
+    peers_folder: PeersOption = _PEERS,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a remote target against its bounds and its peer; fails if a bound is missed or the peer is missing."""
+    from eaglefeed.bench.remote_peers import find_remote_peer
+    from eaglefeed.bench.remote_plan import FULL, QUICK
+    from eaglefeed.bench.remote_run import run_remote_bench
+    from eaglefeed.bench.remote_table import render
+
+    logs.configure("ERROR")
+    plan = QUICK if quick else FULL
+    found = None if no_peers else find_remote_peer(peers_folder)
+    document = run_remote_bench(replace(plan, rounds=rounds or plan.rounds), found, tell=_tell)
+    emit(as_json, document, render(document))
+    _require(document["must"], "bench remote", "`bare` says how fast loopback was meanwhile")
 
 
 def _require(must: list[dict[str, Any]], subject: str, hint: str) -> None:

@@ -20,6 +20,7 @@ from eaglefeed.cli.common import (
     TargetOption,
     VocabOption,
     emit,
+    is_with_producers,
     open_queues,
     opened_store,
     read_settings,
@@ -97,6 +98,8 @@ def feed(
         if not as_json:
             emit(False, {}, lines)
         check_limits(limits, settings, estimate.largest_bytes, health)
+        if is_with_producers(settings):
+            _check_peer_bytes(settings, estimate.largest_bytes)
         with open_queues(settings) as queues:
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
@@ -165,28 +168,28 @@ def _too_few_bytes(limits: QueueLimits, settings: Settings, largest_bytes: int, 
     )
 
 
+def _check_peer_bytes(settings: Settings, largest_bytes: int) -> None:
+    room = settings.store.peer_bytes
+    if room < largest_bytes:
+        wanted, fix = f"at least {human_bytes(largest_bytes)}, the largest sample", "raise it, or lower feed.max_length"
+        what = "a producer could not keep one sample"
+        raise ConfigError(what, subject="store.peer_bytes", wanted=wanted, got=human_bytes(room), fix=fix)
+
+
 def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
     """Write every work item to the spool, so that all is known before the first one is queued."""
-    from eaglefeed.cli.targets import target_tokenizer, vocabulary_map
-    from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
-    from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
+    from eaglefeed.cli.prompts import PromptReader
+    from eaglefeed.cli.targets import vocabulary_map
     from eaglefeed.producer.sizes import Encoding, sample_bytes, target_sizes
     from eaglefeed.schema.prompt import encode_prompt
 
-    tokenizer = target_tokenizer(settings)
     sizes = target_sizes(settings.target.name, settings.target.cache_dir)
-    fingerprints = {
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        "template_fingerprint": template_fingerprint(tokenizer),
-    }
-    max_length = min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
+    reader = PromptReader(settings, max_positions=sizes.max_positions)
     mapping = vocabulary_map(settings)
     produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0
     encoding = Encoding(produce.supervision, produce.aux_storage, produce.supervision_rows, draft_size)
     items = tokens = total = largest = 0
-    rows = read_conversations(path, tokenizer, report, max_length=max_length)
-    for group in batches(rows, settings.feed.batch_size):
-        prompt = to_prompt(group, **fingerprints, max_length=max_length)
+    for prompt in reader.read(path, report):
         spool.write(msgpack.packb([prompt.sample_id, encode_prompt(prompt)]))
         size = sample_bytes(prompt, sizes, encoding, dtype=settings.target.dtype)
         items, tokens, total = items + 1, tokens + prompt.num_tokens, total + size

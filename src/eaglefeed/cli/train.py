@@ -1,10 +1,9 @@
-"""`eaglefeed train`: the reference trainer on a stream."""
+"""`eaglefeed train`: the reference trainer, on a run's samples or straight on a target."""
 
 import threading
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -13,94 +12,159 @@ from eaglefeed.cli.common import (
     JsonOption,
     RedisOption,
     RunOption,
-    RunQueues,
     StoreOption,
+    TargetOption,
     emit,
-    open_queues,
-    opened_store,
     read_settings,
     stop_on_signals,
-    worker_name,
 )
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
-    from eaglefeed.consumer.run import RunAssets
-    from eaglefeed.consumer.stream import SampleStream
+    from eaglefeed.consumer.run import BatchSource, RunAssets
     from eaglefeed.consumer.trainer import DraftTrainer, StepResult
-    from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["build_trainer", "train"]
+__all__ = ["TrainSource", "build_trainer", "check_usage", "train"]
 
-_LEASE_BATCH = 4
-_VOCAB_HELP = "Vocabulary map, for a run that stores logits or last hidden states without a map."
+_CONVERSATIONS_HELP = "JSONL with finished conversations, for --target-backend colocated or remote."
+_BACKEND_HELP = "stream: the run's samples (the default); colocated: --target in this process; remote: its servers."
+_URLS_HELP = "Addresses of target servers, http://HOST:PORT, with commas between them or as several options."
+_DEPTH_HELP = "Samples that a remote target works on ahead of the trainer."
+_VOCAB_HELP = "Vocabulary map, for a run that stores logits or last hidden states without a map, and for a target."
+
+
+class TrainSource(Protocol):
+    """What is trained on, opened: a run's samples, or a target.
+
+    Args:
+        assets: what is known of the target.
+        idle_s: TrainingRun's.
+    """
+
+    assets: "RunAssets"
+    idle_s: float | None
+
+    def stream(self, trainer: "DraftTrainer") -> "AbstractContextManager[BatchSource]":
+        """Take over the newest checkpoint, and open the stream that goes on from there."""
+
+    def drained(self, stream: "BatchSource") -> bool:
+        """Whether everything was trained on, once the stream has ended."""
+
+    def report(self) -> tuple[dict[str, Any], list[str]]:
+        """What else the command tells: as a document, and as lines."""
+
+
+def check_usage(settings: Settings, conversations: Path | None) -> None:
+    """Check that conversations are given where there is no queue, and only there.
+
+    Raises:
+        ConfigError: says what to pass.
+    """
+    backend = settings.train.target_backend
+    if backend == "stream" and conversations is not None:
+        what = "a stream takes no conversations, its samples come from the run's queue"
+        fix = "pass --target-backend colocated or remote; or `eaglefeed feed` them, and leave them out here"
+        raise ConfigError(what, subject="train.target_backend", got=str(conversations), fix=fix)
+    if backend != "stream" and conversations is None:
+        what, fix = "no conversations to train on", f"eaglefeed train CONVERSATIONS --target-backend {backend}"
+        raise ConfigError(what, subject=backend, wanted="a JSONL file", fix=fix)
+    if backend == "remote" and not settings.train.remote_urls:
+        fix = "pass --remote-urls http://HOST:PORT, where `eaglefeed serve-target` listens"
+        raise ConfigError("no address of a target server", subject="train.remote_urls", fix=fix)
 
 
 def train(
     ctx: typer.Context,
+    conversations: Annotated[Path | None, typer.Argument(help=_CONVERSATIONS_HELP, show_default=False)] = None,
+    target_backend: Annotated[str | None, typer.Option("--target-backend", help=_BACKEND_HELP)] = None,
+    remote_urls: Annotated[list[str] | None, typer.Option("--remote-urls", help=_URLS_HELP)] = None,
+    target_prefetch_depth: Annotated[int | None, typer.Option(min=0, help=_DEPTH_HELP)] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder of checkpoints and the draft.")] = None,
     vocab: Annotated[Path | None, typer.Option("--vocab", help=_VOCAB_HELP)] = None,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
+    target: TargetOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a draft on the run's samples until they are drained, and export it for servers."""
+    """Train a draft on the run's samples until they are drained, and export it for servers.
+
+    With --target-backend colocated or remote there is no queue: it trains on CONVERSATIONS, which the target answers.
+    """
     settings = read_settings(
-        ctx, config, run__id=run, redis_url=redis, store__uri=store, train__output=output, draft__vocab=vocab
+        ctx,
+        config,
+        run__id=run,
+        redis_url=redis,
+        store__uri=store,
+        target__name=target,
+        train__output=output,
+        train__target_backend=target_backend,
+        train__remote_urls=",".join(remote_urls) if remote_urls else None,
+        train__target_prefetch_depth=target_prefetch_depth,
+        draft__vocab=vocab,
     )
+    check_usage(settings, conversations)
     import torch
 
-    from eaglefeed.consumer.resume import resume
-    from eaglefeed.consumer.run import TrainingRun, check_record, only_trainer_of, wait_for_run
+    from eaglefeed.consumer.run import TrainingRun, only_trainer_of
 
     if settings.train.num_threads:
         torch.set_num_threads(settings.train.num_threads)
     stop = threading.Event()
-    with (
-        opened_store(settings) as shards,
-        open_queues(settings, group=settings.train.group) as queues,
-        stop_on_signals(stop.set),
-    ):
-        assets = wait_for_run(shards, timeout_s=settings.train.start_timeout_s, stop=stop)
-        if assets is None:
+    with _source(settings, conversations, stop) as source, stop_on_signals(stop.set):
+        if source is None:
             emit(as_json, {"steps": 0, "drained": False}, ["stopped before the run had its first sample"])
             return
-        check_record(queues.samples, assets.contract)
-        trainer = build_trainer(settings, assets)
-        with ExitStack() as stack:
-            stack.enter_context(only_trainer_of(settings.train_output))
-            _check_room(settings, queues)
-            session = resume(settings.train_output, trainer, queues.samples, contract=assets.contract.id)
-            stream = stack.enter_context(_stream(settings, queues, shards, assets, trainer, session))
-            stack.enter_context(stop_on_signals(stream.stop))
+        trainer = build_trainer(settings, source.assets)
+        with (
+            only_trainer_of(settings.train_output),
+            source.stream(trainer) as stream,
+            stop_on_signals(stream.stop),
+        ):
             if stop.is_set():
                 stream.stop()
             training = TrainingRun(
                 trainer,
                 stream,
                 settings.train_output,
-                contract=assets.contract.id,
+                contract=source.assets.contract.id,
                 samples_per_step=settings.train.samples_per_step,
                 checkpoint_every=settings.train.checkpoint_every,
                 keep_checkpoints=settings.train.keep_checkpoints,
+                idle_s=source.idle_s,
                 on_step=_say_step,
             )
             steps = training.train()
-            drained = queues.samples.stats().drained
-    document: dict[str, Any] = asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
+            drained = source.drained(stream)
+        document, lines = source.report()
+    document |= asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
     acked, dead = stream.stats.acked, stream.stats.dead
-    lines = [f"trained {steps} steps on {acked} samples, at step {trainer.step_count}, {dead} dead"]
+    lines.append(f"trained {steps} steps on {acked} samples, at step {trainer.step_count}, {dead} dead")
     if drained:
-        document["draft"] = str(_export(settings, trainer, assets))
+        document["draft"] = str(_export(settings, trainer, source.assets))
         lines.append(f"draft for servers: {document['draft']}")
     else:
         lines.append("stopped before the samples were drained: start it again to go on")
     emit(as_json, document, lines)
+
+
+def _source(
+    settings: Settings, conversations: Path | None, stop: threading.Event
+) -> "AbstractContextManager[TrainSource | None]":
+    if conversations is None:
+        from eaglefeed.cli.train_stream import run_source
+
+        return run_source(settings, stop)
+    from eaglefeed.cli.train_backends import target_source
+
+    return target_source(settings, conversations)
 
 
 def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
@@ -152,51 +216,6 @@ def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
     if of_run is not None:
         return of_run
     return given if given is not None else torch.ones(assets.contract.vocab_size, dtype=torch.bool)
-
-
-def _check_room(settings: Settings, queues: RunQueues) -> None:
-    from eaglefeed.consumer.room import check_room
-
-    check_room(
-        queues.samples,
-        consumer=worker_name(),
-        lease_batch=_LEASE_BATCH,
-        prefetch=settings.train.prefetch,
-        samples_per_step=settings.train.samples_per_step,
-    )
-
-
-def _stream(
-    settings: Settings,
-    queues: RunQueues,
-    store: "FeatureStore",
-    assets: "RunAssets",
-    trainer: "DraftTrainer",
-    session: int,
-) -> "SampleStream":
-    from eaglefeed.consumer.stream import SampleStream
-
-    device = settings.train.device
-    return SampleStream(
-        queues.samples,
-        store,
-        consumer=worker_name(),
-        session=session,
-        contract=assets.contract,
-        prompts=queues.prompts,
-        visibility_timeout_s=settings.queue.visibility_timeout_s,
-        stall_timeout_s=settings.queue.stall_timeout_s,
-        max_lease_age_s=settings.queue.max_lease_age_s,
-        lease_batch=_LEASE_BATCH,
-        prefetch=settings.train.prefetch,
-        held=2 * settings.train.samples_per_step,
-        max_attempts=settings.queue.max_deliveries,
-        values=settings.store.values,
-        fail_without_producers=settings.train.no_producers == "fail",
-        producer_grace_s=settings.train.producer_grace_s,
-        device=device,
-        head=assets.head(trainer.draft.t2d, device=device),
-    )
 
 
 def _say_step(result: "StepResult") -> None:

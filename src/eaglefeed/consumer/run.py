@@ -4,10 +4,10 @@ import fcntl
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 from torch import Tensor
@@ -16,18 +16,26 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
 from eaglefeed.consumer.expand import TargetHead, head_of_run
 from eaglefeed.consumer.files import translated
-from eaglefeed.consumer.stream import SampleStream
+from eaglefeed.consumer.holdings import StreamStats
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
-from eaglefeed.errors import ConfigError, SampleMissing, TargetUnavailable
+from eaglefeed.errors import ConfigError, SampleMissing, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECORD, RunContract
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["RunAssets", "TrainingRun", "check_record", "load_run_assets", "only_trainer_of", "wait_for_run"]
+__all__ = [
+    "BatchSource",
+    "RunAssets",
+    "TrainingRun",
+    "check_record",
+    "load_run_assets",
+    "only_trainer_of",
+    "wait_for_run",
+]
 
-_POLL_S = 0.5
-_IDLE_S = 5.0
+_POLL_S, _LOOK_S = 0.5, 5.0
 
 log = get_logger(__name__)
 
@@ -89,24 +97,36 @@ def check_record(samples: LeaseQueue, contract: RunContract) -> None:
 
 
 def wait_for_run(
-    store: FeatureStore, *, timeout_s: float, stop: threading.Event, clock: Clock = SYSTEM_CLOCK
+    store: FeatureStore,
+    *,
+    timeout_s: float,
+    stop: threading.Event,
+    look: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> RunAssets | None:
     """Wait until the first producer has written the run's contract and assets; None when `stop` is set first.
+
+    Calls `look` first, and every _LOOK_S of the wait: it raises where the wait is for nothing.
 
     Raises:
         TargetUnavailable: nobody did in `timeout_s`.
     """
-    deadline_s = clock.monotonic() + timeout_s
+    look_s = started_s = clock.monotonic()
     log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
-    while not (store.has_document(CONTRACT_FILE) and store.has_document(ASSETS_FILE)):
+    while True:
+        if clock.monotonic() >= look_s:
+            look()
+            look_s = clock.monotonic() + _LOOK_S
+        if store.has_document(CONTRACT_FILE) and store.has_document(ASSETS_FILE):
+            with suppress(SampleMissing):  # the producer that kept them has just ended
+                return load_run_assets(store)
         if stop.is_set():
             return None
-        if clock.monotonic() > deadline_s:
+        if clock.monotonic() > started_s + timeout_s:
             fix = "start `eaglefeed produce` on the same run and store"
             what = f"no producer wrote the run's contract in {timeout_s:g} s"
             raise TargetUnavailable(what, subject=store.uri, fix=fix)
         clock.sleep(_POLL_S)
-    return load_run_assets(store)
 
 
 @contextmanager
@@ -128,6 +148,42 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
         yield
 
 
+class BatchSource(Protocol):
+    """Where a training loop takes batches: a SampleStream or a BackendStream, which say what each of these does."""
+
+    stats: StreamStats
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether all that there is has come."""
+
+    @property
+    def commit_due(self) -> bool:
+        """Whether somebody waits for a commit."""
+
+    def take(self, n: int, *, wait_s: float | None = None) -> list[Eagle3TargetBatch]:
+        """Up to `n` batches, or none."""
+
+    def ack(self, step: int | None = None, /) -> int:
+        """What was taken was trained on in this step."""
+
+    def commit(self, step: int, /) -> int:
+        """No checkpoint before this step can be restored any more."""
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What a checkpoint keeps as `seen`."""
+
+    def stop(self) -> None:
+        """Let nothing more come."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
 class TrainingRun:
     """Trains on a stream, exactly once relative to its checkpoints.
 
@@ -137,30 +193,33 @@ class TrainingRun:
 
     Args:
         trainer: the draft and its optimizer.
-        stream: where batches come from, in the session of `resume`.
+        stream: where batches come from, in the session of `resume`, or behind the place of `resume_walk`.
         folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`.
         contract: id of the run's contract.
         samples_per_step: batches an optimizer step.
         checkpoint_every: steps between checkpoints.
         keep_checkpoints: how many stay.
+        idle_s: after this time without a batch the newest checkpoint is written and committed, since producers may wait
+            for room; None where nobody does.
         on_step: called after each step.
     """
 
     def __init__(
         self,
         trainer: DraftTrainer,
-        stream: SampleStream,
+        stream: BatchSource,
         folder: Path,
         *,
         contract: str,
         samples_per_step: int = 1,
         checkpoint_every: int = 20,
         keep_checkpoints: int = 2,
+        idle_s: float | None = 5.0,
         on_step: Callable[[StepResult], None] = lambda _: None,
     ) -> None:
         self._trainer, self._stream, self._folder, self._contract = trainer, stream, folder, contract
         self._samples_per_step, self._every, self._keep = samples_per_step, checkpoint_every, keep_checkpoints
-        self._on_step = on_step
+        self._idle_s, self._on_step = idle_s, on_step
         self._unsaved = 0
 
     def train(self) -> int:
@@ -169,21 +228,31 @@ class TrainingRun:
         Raises:
             SampleCorrupt: a loss that is not finite; names the samples.
             StaleLease: another trainer has restored the queue.
+            TargetError: of a target without a queue in between; what was trained is in a checkpoint, also after:
+            ConfigError: what a start did not show, such as a token that was changed.
         """
-        steps = 0
-        with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
-            while not self._stream.ended:
-                trained = self._step(history)
-                steps += trained
-                # Nothing came: the queue has no room, or the store has none and producers wait for ours to go.
-                if not self._stream.ended and (not trained or self._unsaved >= self._every):
-                    self._settle(newest=not trained)
+        try:
+            with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
+                steps = self._train(history)
+        except (TargetError, ConfigError):
+            self._settle(newest=False)
+            raise
         self._settle(newest=self._stream.drained)
+        return steps
+
+    def _train(self, history: TextIO) -> int:
+        steps = 0
+        while not self._stream.ended:
+            trained = self._step(history)
+            steps += trained
+            # Nothing came: the queue has no room, or the store has none and producers wait for ours to go.
+            if not self._stream.ended and (not trained or self._unsaved >= self._every):
+                self._settle(newest=not trained)
         return steps
 
     def _step(self, history: TextIO) -> bool:
         """Train on what comes, and keep nothing of it; False if nothing came."""
-        batches = self._stream.take(self._samples_per_step, wait_s=_IDLE_S)
+        batches = self._stream.take(self._samples_per_step, wait_s=self._idle_s)
         if not batches:
             return False
         result = self._trainer.step(batches)

@@ -1,0 +1,46 @@
+"""A conversations file as work items: `feed` queues them, `train` on a target of its own goes over them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eaglefeed.cli.targets import target_tokenizer
+from eaglefeed.config import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eaglefeed.producer.jsonl import ReadReport
+    from eaglefeed.schema.prompt import Prompt
+
+__all__ = ["PromptReader"]
+
+
+class PromptReader:
+    """Tokenizes with the target's own tokenizer and template, as target and feed settings say.
+
+    Args:
+        settings: of the run.
+        max_positions: tokens a row of the target may have; None if it does not say.
+    """
+
+    def __init__(self, settings: Settings, *, max_positions: int | None) -> None:
+        from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
+
+        self._tokenizer, self._batch_size = target_tokenizer(settings), settings.feed.batch_size
+        self.num_tokens = len(self._tokenizer)
+        self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self.template_fingerprint = template_fingerprint(self._tokenizer)
+        self.max_length = min(settings.feed.max_length, max_positions or settings.feed.max_length)
+
+    def read(self, path: Path, report: "ReadReport") -> "Iterator[Prompt]":
+        """The file's work items, in an order that is always the same; `read_conversations` explains the rest."""
+        from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
+
+        rows = read_conversations(path, self._tokenizer, report, max_length=self.max_length)
+        for group in batches(rows, self._batch_size):
+            yield to_prompt(
+                group,
+                tokenizer_fingerprint=self.tokenizer_fingerprint,
+                template_fingerprint=self.template_fingerprint,
+                max_length=self.max_length,
+            )
