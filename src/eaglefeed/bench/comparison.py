@@ -32,19 +32,21 @@ class Peer:
         name: its name, which its environment's folder has too.
         python: the interpreter of its environment.
         about: what its driver says of it: version, settings, what it does more, and what the kind of its bench needs.
+        driver: the name of its driver, if that is another.
     """
 
     name: str
     python: Path
     about: dict[str, Any]
+    driver: str
 
     def command(self, role: str) -> list[str]:
         """The words that start its driver."""
-        return _command(self.python, self.name, role)
+        return _command(self.python, self.driver, role)
 
 
-def _command(python: Path, name: str, role: str) -> list[str]:
-    return [str(python), str(_DRIVERS / f"{name.replace('-', '_')}_driver.py"), role]
+def _command(python: Path, driver: str, role: str) -> list[str]:
+    return [str(python), str(_DRIVERS / f"{driver.replace('-', '_')}_driver.py"), role]
 
 
 def find_peers(folder: Path) -> tuple[Peer, ...]:
@@ -56,21 +58,21 @@ def find_peers(folder: Path) -> tuple[Peer, ...]:
     return tuple(find_peer(name, folder / name / "bin" / "python") for name in PEERS)
 
 
-def find_peer(name: str, python: Path) -> Peer:
-    """One peer, by the interpreter of its environment.
+def find_peer(name: str, python: Path, driver: str = "") -> Peer:
+    """One peer, by the interpreter of its environment; its driver has its name, or `driver`.
 
     Raises:
         EaglefeedError: it is missing or does not start.
     """
     if not python.exists():
         raise EaglefeedError("this peer is not installed", subject=name, wanted=python, fix=FIX)
-    words = _command(python, name, "about")
+    words = _command(python, driver or name, "about")
     try:
         told = subprocess.run(words, capture_output=True, text=True, timeout=_ABOUT_TIMEOUT_S, check=True).stdout
     except (subprocess.SubprocessError, OSError) as error:
         said = str(getattr(error, "stderr", None) or error).strip()[-500:]
         raise EaglefeedError("this peer does not start", subject=name, got=said, fix=FIX) from None
-    return Peer(name=name, python=python, about=json.loads(told))
+    return Peer(name=name, python=python, about=json.loads(told), driver=driver or name)
 
 
 def measure_peers(bed: Bed, plan: Plan, peers: Sequence[Peer]) -> Iterator[Reading]:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from eaglefeed import __version__
 from eaglefeed.bench.bed import Bed
 
-__all__ = ["describe_machine", "describe_server", "describe_versions"]
+__all__ = ["describe_machine", "describe_server", "describe_versions", "process_bytes"]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -53,3 +54,9 @@ def describe_server(bed: Bed) -> dict[str, Any]:
         **settings,
         "cpu_time": " + ".join(bed.cpu_fields),
     }
+
+
+def process_bytes(field: str) -> int:
+    """A field of this process's /proc/self/status: VmRSS is what is in memory now, VmHWM the most that ever was."""
+    (found,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    return int(found) * 1024

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.errors import EaglefeedError
 
-__all__ = ["Partner", "race"]
+__all__ = ["Partner", "race", "say"]
 
 _LINE_TIMEOUT_S = 120.0
 _SETTLE_S = 0.3
@@ -96,6 +97,12 @@ class Partner:
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip()[-_TOLD_BYTES:]
         return EaglefeedError(what, subject=self._who, got=said or None, fix=self._fix)
+
+
+def say(**fields: object) -> None:
+    """Write a line, in a process that takes part."""
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
 
 
 def race(producer: Partner, consumer: Partner, count: int) -> float:

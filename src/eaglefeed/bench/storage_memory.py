@@ -5,7 +5,6 @@ but its tensors; a real SampleStream reads what that producer stored, for a loop
 """
 
 import json
-import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 
 from eaglefeed import logs
-from eaglefeed.bench.partners import Partner
+from eaglefeed.bench.machine import process_bytes
+from eaglefeed.bench.partners import Partner, say
 from eaglefeed.bench.plan import Reading
 from eaglefeed.bench.storage_plan import StoragePlan
 from eaglefeed.clock import SYSTEM_CLOCK
@@ -137,9 +137,9 @@ def _queues() -> tuple[LeaseQueue, LeaseQueue]:
 def _produce(task: dict[str, Any]) -> dict[str, Any]:
     folder, (tokens, hidden, draft_vocab) = Path(task["folder"]), task["plan"]
     warm_up = _run_producer(folder / "warm-up", 1, _WARM_UP_TOKENS, hidden, draft_vocab)
-    before = _memory_bytes("VmRSS")
+    before = process_bytes("VmRSS")
     payloads = _run_producer(folder / "store", task["samples"], tokens, hidden, draft_vocab)
-    peak_bytes = _memory_bytes("VmHWM") - before
+    peak_bytes = process_bytes("VmHWM") - before
     return {
         "peak_bytes": peak_bytes,
         "num_samples": len(payloads),
@@ -173,9 +173,9 @@ def _run_producer(folder: Path, count: int, tokens: int, hidden: int, draft_voca
 def _train(task: dict[str, Any]) -> dict[str, Any]:
     folder, refs = Path(task["folder"]), [bytes.fromhex(text) for text in task["refs"]]
     _run_trainer(folder / "warm-up", [bytes.fromhex(text) for text in task["warm_up"]])
-    before = _memory_bytes("VmRSS")
+    before = process_bytes("VmRSS")
     num_taken = _run_trainer(folder / "store", refs)
-    return {"peak_bytes": _memory_bytes("VmHWM") - before, "num_samples": num_taken}
+    return {"peak_bytes": process_bytes("VmHWM") - before, "num_samples": num_taken}
 
 
 def _run_trainer(folder: Path, payloads: list[bytes]) -> int:
@@ -200,19 +200,11 @@ def _run_trainer(folder: Path, payloads: list[bytes]) -> int:
     return num_taken
 
 
-def _memory_bytes(field: str) -> int:
-    """A field of /proc/self/status: VmRSS is what is in memory now, VmHWM the most that ever was."""
-    (found,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
-    return int(found) * 1024
-
-
 def main() -> None:
     """Do the task that stands on stdin."""
     logs.configure("ERROR")  # on stderr: stdout is for what we say
     task = json.loads(sys.stdin.readline())
-    told = {"producer": _produce, "trainer": _train}[sys.argv[1]](task)
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stdout.flush()
+    say(**{"producer": _produce, "trainer": _train}[sys.argv[1]](task))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from eaglefeed.bench.comparison import FIX, Peer, find_peer
 from eaglefeed.bench.partners import Partner
 from eaglefeed.bench.storage_sides import PeerSide
 
-__all__ = ["LOADER", "NEMO", "STORE_PEERS", "describe_peer", "find_store_peers", "served"]
+__all__ = ["ENVIRONMENT", "LOADER", "NEMO", "STORE_PEERS", "describe_peer", "find_store_peers", "served"]
 
 NEMO, LOADER = "nemo-automodel", "speculators"
 """The one that the bounds are for, and the one that reads a sample of its own form, too."""
 STORE_PEERS = (NEMO, "specforge", LOADER)
-_ENVIRONMENT = "stores"
+ENVIRONMENT = "stores"
 
 
 def find_store_peers(folder: Path) -> tuple[Peer, ...]:
@@ -26,7 +26,7 @@ def find_store_peers(folder: Path) -> tuple[Peer, ...]:
     Raises:
         EaglefeedError: one is missing or does not start.
     """
-    return tuple(find_peer(name, folder / _ENVIRONMENT / "bin" / "python") for name in STORE_PEERS)
+    return tuple(find_peer(name, folder / ENVIRONMENT / "bin" / "python") for name in STORE_PEERS)
 
 
 @contextmanager

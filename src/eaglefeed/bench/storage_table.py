@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eaglefeed.bench.table import figure_tables, must_table, table, write_tables
+from eaglefeed.bench.table import figure_tables, must_table, peer_table, write_tables
 
 __all__ = ["main", "render"]
 
@@ -31,7 +31,7 @@ def render(document: dict[str, Any]) -> list[str]:
         "",
         *must_table(document["must"]),
         *figure_tables(document["figures"], _SECTIONS),
-        *_peers(document["peers"]),
+        *peer_table(document["peers"]),
     ]
 
 
@@ -45,16 +45,6 @@ def _origin(document: dict[str, Any]) -> list[str]:
         f"H {sizes['hidden']}, V {sizes['vocab']}, D {sizes['draft_vocab']};",
         f"on {machine['file_system']}, {where}; {versions}.",
     ]
-
-
-def _peers(peers: dict[str, Any] | None) -> list[str]:
-    if not peers:
-        return []
-    rows = [
-        (name, peer["version"], peer["settings"], "; ".join(peer["does_more"]), "; ".join(peer["does_less"]))
-        for name, peer in peers.items()
-    ]
-    return ["", "**Peers**", "", *table(("peer", "version", "settings", "does more", "does less"), rows)]
 
 
 def main(result: Path, page: Path) -> None:

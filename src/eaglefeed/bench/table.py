@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["figure_tables", "main", "must_table", "render", "table", "write_tables"]
+__all__ = ["figure_tables", "main", "must_table", "peer_table", "render", "table", "write_tables"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
 Sections = Sequence[tuple[str, str | tuple[str, ...]]]
@@ -82,6 +82,17 @@ def _peers(document: dict[str, Any]) -> list[str]:
     ]
     head = ("peer", "version", "its fastest", "messages/s", "what it does more a message")
     return ["", "**Peers**", "", *table(head, rows)]
+
+
+def peer_table(peers: Mapping[str, Any] | None) -> list[str]:
+    """What each peer's driver says of it; nothing without peers."""
+    if not peers:
+        return []
+    rows = [
+        (name, peer["version"], peer["settings"], "; ".join(peer["does_more"]), "; ".join(peer["does_less"]))
+        for name, peer in peers.items()
+    ]
+    return ["", "**Peers**", "", *table(("peer", "version", "settings", "does more", "does less"), rows)]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from eaglefeed import logs
 from eaglefeed.bench.cycles import Cycle, drain
 from eaglefeed.bench.items import make_items
+from eaglefeed.bench.partners import say
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.queue import connect, open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue
@@ -31,13 +32,8 @@ class Task(NamedTuple):
     cycle: str
 
 
-def _say(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
-
-
 def _wait_for_go() -> None:
-    _say(ready=True)
+    say(ready=True)
     sys.stdin.readline()
 
 
@@ -45,27 +41,27 @@ def _put(queue: LeaseQueue, task: Task) -> None:
     stored = Cycle(task.cycle) is Cycle.COMMIT_RELEASE
     items = make_items(task.messages, stored=stored)
     _wait_for_go()
-    _say(start=SYSTEM_CLOCK.monotonic())
+    say(start=SYSTEM_CLOCK.monotonic())
     for start in range(0, task.messages, task.batch):
         queue.put(items[start : start + task.batch])
-    _say(end=SYSTEM_CLOCK.monotonic())
+    say(end=SYSTEM_CLOCK.monotonic())
 
 
 def _consume(queue: LeaseQueue, task: Task) -> None:
-    _say(ready=True)
+    say(ready=True)
     messages, leases = drain(queue, task.batch, Cycle(task.cycle), wait_s=_WAIT_S, stop_at=task.messages)
-    _say(end=SYSTEM_CLOCK.monotonic(), messages=messages, leases=leases)
+    say(end=SYSTEM_CLOCK.monotonic(), messages=messages, leases=leases)
 
 
 def _cycle(queue: LeaseQueue, task: Task) -> None:
     _wait_for_go()
     start_s = SYSTEM_CLOCK.monotonic()
     messages, _ = drain(queue, task.batch, Cycle(task.cycle))
-    _say(start=start_s, end=SYSTEM_CLOCK.monotonic(), messages=messages)
+    say(start=start_s, end=SYSTEM_CLOCK.monotonic(), messages=messages)
 
 
 def _handover(queue: LeaseQueue, task: Task) -> None:
-    _say(ready=True)
+    say(ready=True)
     came_s: dict[str, float] = {}
     while len(came_s) < task.messages:
         lease = queue.lease(1, visibility_timeout_s=60.0, consumer="bench", wait_s=_WAIT_S)
@@ -73,7 +69,7 @@ def _handover(queue: LeaseQueue, task: Task) -> None:
         if isinstance(lease, Lease):
             came_s[lease.items[0].id] = now_s
             queue.ack(lease.token, [lease.items[0].id])
-    _say(came_s=came_s)
+    say(came_s=came_s)
 
 
 _ROLES: Mapping[str, Callable[[LeaseQueue, Task], None]] = {
