@@ -60,9 +60,9 @@ class Watched(pipeline.Run):
         self.target.before = lambda ids: self.diary.write(f"make {id_of(ids)}")
         handoff = self.prompts.handoff
 
-        def watched(token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue) -> None:
+        def watched(token: int, prompt_id: str, item: QueueItem, samples: LeaseQueue, *, holder: str) -> None:
             self.diary.write(f"handing off {prompt_id}")
-            handoff(token, prompt_id, item, samples)
+            handoff(token, prompt_id, item, samples, holder=holder)
 
         self.prompts.handoff = watched  # type: ignore[method-assign,assignment]
         self.feed(*(pipeline.prompt(index) for index in range(4)))

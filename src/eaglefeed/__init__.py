@@ -7,8 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eaglefeed.consumer.remote import RemoteEagle3TargetModel
     from eaglefeed.consumer.run import load_run_assets
     from eaglefeed.consumer.stream import SampleStream
+    from eaglefeed.producer.engine import Eagle3Target
+    from eaglefeed.producer.engines.sglang import SGLangEagle3TargetModel
+    from eaglefeed.producer.engines.vllm import VLLMEagle3TargetModel
+    from eaglefeed.producer.opening import open_target
+    from eaglefeed.producer.server import TargetServer
     from eaglefeed.producer.target import HFEagle3TargetModel
     from eaglefeed.producer.worker import ProducerWorker
     from eaglefeed.queue import open_queue
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from eaglefeed.storage.base import FeatureStore, open_store
 
 __all__ = [
+    "Eagle3Target",
     "Eagle3TargetBackend",
     "Eagle3TargetBatch",
     "EmbeddedServer",
@@ -32,20 +39,26 @@ __all__ = [
     "MemoryLeaseQueue",
     "MemoryServer",
     "ProducerWorker",
+    "RemoteEagle3TargetModel",
     "RunContract",
+    "SGLangEagle3TargetModel",
     "SampleRef",
     "SampleStream",
+    "TargetServer",
+    "VLLMEagle3TargetModel",
     "VocabMapping",
     "__version__",
     "connect",
     "load_run_assets",
     "open_queue",
     "open_store",
+    "open_target",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Eagle3Target": "eaglefeed.producer.engine",
     "Eagle3TargetBackend": "eaglefeed.schema.batch",
     "Eagle3TargetBatch": "eaglefeed.schema.batch",
     "EmbeddedServer": "eaglefeed.queue.embedded",
@@ -56,14 +69,19 @@ _HOMES = {
     "MemoryLeaseQueue": "eaglefeed.queue.memory",
     "MemoryServer": "eaglefeed.queue.memory",
     "ProducerWorker": "eaglefeed.producer.worker",
+    "RemoteEagle3TargetModel": "eaglefeed.consumer.remote",
     "RunContract": "eaglefeed.schema.contract",
+    "SGLangEagle3TargetModel": "eaglefeed.producer.engines.sglang",
     "SampleRef": "eaglefeed.schema.refs",
     "SampleStream": "eaglefeed.consumer.stream",
+    "TargetServer": "eaglefeed.producer.server",
+    "VLLMEagle3TargetModel": "eaglefeed.producer.engines.vllm",
     "VocabMapping": "eaglefeed.schema.vocab",
     "connect": "eaglefeed.queue.connection",
     "load_run_assets": "eaglefeed.consumer.run",
     "open_queue": "eaglefeed.queue",
     "open_store": "eaglefeed.storage.base",
+    "open_target": "eaglefeed.producer.opening",
 }
 
 

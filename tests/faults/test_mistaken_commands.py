@@ -132,11 +132,13 @@ def test_what_is_no_regular_file_is_a_fault_and_is_not_opened(shell: Shell, tmp_
         assert "no regular file" in fault["fault"]
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/run", "shm://run"])
-def test_validate_says_how_a_store_is_checked(shell: Shell, uri: str) -> None:
+@pytest.mark.parametrize(
+    ("uri", "said"), [("s3://bucket/run", "URI"), ("shm://run", "URI"), ("nccl://host:7800", "nccl://")]
+)
+def test_validate_says_how_a_store_is_checked(shell: Shell, uri: str, said: str) -> None:
     ended = shell.run("validate", uri)
     assert ended.code == 2
-    assert "--queue --store URI" in ended.err
+    assert f"validate --queue --store {said}`" in ended.err
 
 
 # train

@@ -20,7 +20,6 @@ from eaglefeed.consumer.run import RunAssets, TrainingRun, load_run_assets
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer
 from eaglefeed.errors import ConfigError, ContractMismatch
-from eaglefeed.producer.making import pad_prompt
 from eaglefeed.producer.sizes import Encoding, TargetSizes, sample_bytes
 from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.producer.worker import ProducerWorker
@@ -28,6 +27,7 @@ from eaglefeed.queue.base import QueueItem
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import RunContract
 from eaglefeed.schema.eagle3_compact import decode_compact, encode_compact
+from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.prompt import Prompt, PromptRow
 from eaglefeed.schema.refs import SampleRef, decode_ref, encode_ref
 from tiny_target import LAYOUTS, tiny_model

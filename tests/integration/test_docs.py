@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pipeline
 import samples
-from eaglefeed import EmbeddedServer, SampleStream, connect, open_queue, open_store
+from eaglefeed import EmbeddedServer, HFEagle3TargetModel, SampleStream, connect, open_queue, open_store
 from eaglefeed.cli.app import app
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
@@ -23,11 +23,13 @@ from eaglefeed.queue.scripts import SHARED
 from eaglefeed.queue.server_process import find_server_binary
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import ASSETS_FILE
+from target_servers import serving
+from tiny_target import tiny_model
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
-EXAMPLE = ROOT / "examples" / "my_trainer.py"
+EXAMPLE, REMOTE_EXAMPLE = (ROOT / "examples" / f"{name}_trainer.py" for name in ("my", "remote"))
 OVERRIDE = re.compile(r"([a-z_]+)\.([a-z_]+)=.*")
 # Files that a run makes, endings and patterns, and a name that stands for any.
 MADE = re.compile(r"runs/.*|\./.*|.*[<*…].*|.*NAME.*|[a-z_-]+(\.jsonl|\.json|\.safetensors|\.yaml)|\.tmp.*|step-.*")
@@ -187,6 +189,7 @@ def test_tests_that_the_docs_name_exist() -> None:
 
 def test_readme_python_imports_work_and_its_trainer_is_the_example() -> None:
     blocks = code(TEXTS["README.md"], "python")
+    assert all(block in REMOTE_EXAMPLE.read_text(encoding="utf-8") for block in code(TEXTS["docs/remote.md"], "python"))
     imports = [block for block in blocks if block.startswith("from ")]
     assert imports
     for block in imports:
@@ -205,8 +208,8 @@ class ProbsTarget(pipeline.EchoTarget):
         return Eagle3TargetBatch(**tensors, target_probs=probs, position_mask=mask)
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("my_trainer", EXAMPLE)
+def load_example(path: Path = EXAMPLE) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -249,8 +252,16 @@ def test_the_example_runs_from_a_runs_folder(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith("4 steps, loss ")
 
 
+def test_the_remote_example_trains_on_what_a_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(HFEagle3TargetModel(tiny_model())) as server:
+        load_example(REMOTE_EXAMPLE).main([server.url])
+    losses = re.fullmatch(r"8 steps, loss (\S+) at first, (\S+) at last\n", capsys.readouterr().out)
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1])
+
+
 def test_no_document_names_a_path_of_somebodys_machine() -> None:
     for name, text in TEXTS.items():
         assert not re.search(r"(?<![\w.…])/(work|home|root|tmp|Users)/", text), name
         hosts = set(re.findall(r"https?://([\w.-]+)", text))
-        assert hosts <= {"download.pytorch.org", "keepachangelog.com"}, name
+        assert hosts <= {"download.pytorch.org", "keepachangelog.com", "127.0.0.1", "host"}, name

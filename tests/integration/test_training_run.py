@@ -13,7 +13,6 @@ import draft_samples
 import pipeline
 import samples
 from eaglefeed.clock import ManualClock
-from eaglefeed.consumer import run as run_module
 from eaglefeed.consumer.checkpoint import list_checkpoints
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.run import TrainingRun, load_run_assets, only_trainer_of, wait_for_run
@@ -151,10 +150,7 @@ def test_a_queue_without_room_gets_a_checkpoint_and_its_commit_at_once(tmp_path:
     assert stream.stats.wait_s < 100
 
 
-def test_a_store_without_space_gets_it_from_a_trainer_that_holds_tentative_acks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "_IDLE_S", 0.1)
+def test_a_store_without_space_gets_it_from_a_trainer_that_holds_tentative_acks(tmp_path: Path) -> None:
     one = pipeline.Run()
     one.feed(pipeline.prompt(0))
     one.produce()
@@ -166,7 +162,7 @@ def test_a_store_without_space_gets_it_from_a_trainer_that_holds_tentative_acks(
     producer = threading.Thread(target=worker.run, args=(threading.Event(),))
     producer.start()
     try:
-        assert _train(run, tmp_path, _trainer(), checkpoint_every=1000) == 9
+        assert _train(run, tmp_path, _trainer(), checkpoint_every=1000, idle_s=0.1) == 9
     finally:
         producer.join(30)
     assert worker.stats.paused_s > 0  # it did find the store full
@@ -235,5 +231,19 @@ def test_what_trainers_need_of_the_target_is_waited_for(run: pipeline.Run) -> No
     stopped = threading.Event()
     stopped.set()
     assert wait_for_run(empty.store, timeout_s=5, stop=stopped) is None
+
     with pytest.raises(SampleMissing):
         load_run_assets(empty.store)
+
+
+def test_a_producer_that_ends_with_the_runs_files_before_they_are_read_is_waited_for_no_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = pipeline.Run()
+    run.feed(pipeline.prompt(0))
+    run.produce()
+    read, gone = run.store.get_document, [True]
+    monkeypatch.setattr(run.store, "get_document", lambda name: None if gone and gone.pop() else read(name))
+    assets = wait_for_run(run.store, timeout_s=5, stop=threading.Event(), clock=run.clock)
+    assert assets is not None
+    assert gone == []

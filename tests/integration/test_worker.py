@@ -265,7 +265,7 @@ def test_several_producers_share_a_run_without_loss_or_repeat() -> None:
 
 
 def test_padded_rows_keep_their_masks() -> None:
-    from eaglefeed.producer.making import pad_prompt
+    from eaglefeed.schema.padding import pad_prompt
 
     both = replace(pipeline.prompt(0), rows=(PromptRow((4, 5, 6), (0, 1, 1)), PromptRow((7,), (1,))))
     ids, attention, loss = pad_prompt(both)

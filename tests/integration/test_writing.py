@@ -122,7 +122,7 @@ def test_a_stale_shard_that_cannot_be_deleted_is_left_behind_and_the_run_goes_on
 
 @pytest.mark.parametrize("error", [QueueUnavailable("server", "away"), KeyError("bug"), KeyboardInterrupt()], ids=repr)
 def test_an_outage_or_a_bug_in_the_writer_ends_the_run_with_it(run: Watched, error: BaseException) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     run.prompts.handoff = fail  # type: ignore[method-assign,assignment]
