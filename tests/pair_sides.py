@@ -184,6 +184,11 @@ def held() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
+def nothing_left_since(before: tuple[int, int]) -> bool:
+    """Whether no more files and threads are there than before; an earlier test's may have ended meanwhile."""
+    return all(now <= then for now, then in zip(held(), before, strict=True))
+
+
 @contextmanager
 def process(work: Callable[..., None], *args: object) -> Iterator[tuple[BaseProcess, Connection]]:
     """A process that runs `work(pipe, *args)`; it does not outlive the block."""

@@ -11,6 +11,7 @@ from eaglefeed.errors import ConfigError, PeerGone
 from eaglefeed.storage.pair_group import PairGroup, join_pair, pair_backends
 from eaglefeed.storage.pair_host import PairHost
 from eaglefeed.storage.pair_store import MeetingPlace
+from faults.processes import wait_until
 
 PIECE = 4 * 2**20
 
@@ -108,7 +109,7 @@ def test_a_broken_group_gives_its_sockets_and_threads_back() -> None:
     errors = pair_sides.together(partial(sender.send, [_random(9)], label=b"", timeout_s=0.2))
     receiver.close()
     assert isinstance(errors[0], PeerGone)
-    assert pair_sides.held() == before
+    wait_until(lambda: pair_sides.nothing_left_since(before))
 
 
 def test_without_gloo_in_torch_there_is_no_data_plane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,4 +147,4 @@ def test_a_meeting_place_that_closes_gives_its_port_back() -> None:
     place.close()
     with socket.create_server(("127.0.0.1", place.port)):
         pass
-    assert pair_sides.held() == before
+    wait_until(lambda: pair_sides.nothing_left_since(before))
