@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eaglefeed.bench.table import figure_tables, must_table, peer_table, write_tables
+from eaglefeed.bench.table import figure_tables, must_table, origin, peer_table, write_tables
 
 __all__ = ["main", "render"]
 
@@ -34,14 +34,12 @@ def render(document: dict[str, Any]) -> list[str]:
 
 
 def _origin(document: dict[str, Any]) -> list[str]:
-    machine, sizes = document["machine"], document["sizes"]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    size = "A quick run, its figures mean little" if document["quick"] else "A full run"
-    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {machine['kernel']}"
+    sizes = document["sizes"]
+    run, where = origin(document)
     return [
-        f"{size}: {document['rounds']} rounds, {document['took_s']:.0f} s; a large answer of {sizes['tokens']} tokens,",
+        f"{run}; a large answer of {sizes['tokens']} tokens,",
         f"H {sizes['hidden']}, D {sizes['draft_vocab']}, {sizes['answer_bytes'] / 1e6:.1f} MB;",
-        f"on {where}; {versions}.",
+        f"on {where}.",
     ]
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eaglefeed.bench.table import figure_tables, must_table, peer_table, write_tables
+from eaglefeed.bench.table import figure_tables, must_table, origin, peer_table, write_tables
 
 __all__ = ["main", "render"]
 
@@ -37,13 +37,11 @@ def render(document: dict[str, Any]) -> list[str]:
 
 def _origin(document: dict[str, Any]) -> list[str]:
     machine, sizes = document["machine"], document["sizes"]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    size = "A quick run, its figures mean little" if document["quick"] else "A full run"
-    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {machine['kernel']}"
+    run, where = origin(document)
     return [
-        f"{size}: {document['rounds']} rounds, {document['took_s']:.0f} s, {sizes['tokens']} tokens a sample,",
+        f"{run}, {sizes['tokens']} tokens a sample,",
         f"H {sizes['hidden']}, V {sizes['vocab']}, D {sizes['draft_vocab']};",
-        f"on {machine['file_system']}, {where}; {versions}.",
+        f"on {machine['file_system']}, {where}.",
     ]
 
 

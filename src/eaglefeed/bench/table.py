@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["figure_tables", "main", "must_table", "peer_table", "render", "table", "write_tables"]
+__all__ = ["figure_tables", "main", "must_table", "origin", "peer_table", "render", "table", "write_tables"]
 
 _BEGIN, _END = "<!-- figures: begin -->", "<!-- figures: end -->"
 Sections = Sequence[tuple[str, str | tuple[str, ...]]]
@@ -52,16 +52,22 @@ def figure_tables(figures: Mapping[str, Any], sections: Sections) -> list[str]:
 
 
 def _origin(document: dict[str, Any]) -> list[str]:
-    machine, server = document["machine"], document["server"]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    size = "A quick run, its figures mean little" if document["quick"] else "A full run"
-    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {machine['kernel']}"
+    server, (run, where) = document["server"], origin(document)
     return [
-        f"{size}: {document['rounds']} rounds, {document['took_s']:.0f} s, payload {document['payload_bytes']} bytes,",
-        f"on {where}; {versions};",
+        f"{run}, payload {document['payload_bytes']} bytes,",
+        f"on {where};",
         f"appendonly {server['appendonly']}, appendfsync {server['appendfsync']}; allocator {server['allocator']};",
         f"CPU time is {server['cpu_time']}.",
     ]
+
+
+def origin(document: Mapping[str, Any]) -> tuple[str, str]:
+    """What kind of run a document is of, and where and with what it ran."""
+    machine = document["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    size = "A quick run, its figures mean little" if document["quick"] else "A full run"
+    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB, {machine['kernel']}"
+    return f"{size}: {document['rounds']} rounds, {document['took_s']:.0f} s", f"{where}; {versions}"
 
 
 def must_table(entries: Iterable[dict[str, Any]]) -> list[str]:
