@@ -6,7 +6,7 @@ variable is EAGLEFEED_SECTION__FIELD; the queue's address is EAGLEFEED_REDIS_URL
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -35,6 +35,7 @@ __all__ = [
     "AccessSection",
     "DraftSection",
     "FeedSection",
+    "LaunchedRank",
     "ProduceSection",
     "QueueSection",
     "RunSection",
@@ -43,10 +44,20 @@ __all__ = [
     "StoreSection",
     "TargetSection",
     "TrainSection",
+    "launched_rank",
     "load_settings",
 ]
 
 PREFIX = "EAGLEFEED_"
+_RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+class LaunchedRank(NamedTuple):
+    """This process's place in a job: among all its processes, how many they are, and among those of this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
 
 class Settings(BaseSettings):
@@ -80,6 +91,22 @@ class Settings(BaseSettings):
     def train_output(self) -> Path:
         """Where checkpoints and the exported draft go."""
         return self.train.output or self.run_dir / "draft"
+
+
+def launched_rank() -> LaunchedRank:
+    """What torchrun, or a launcher like it, says in its variables; the only process of its job without them.
+
+    Raises:
+        ConfigError: they are no numbers, or do not go together.
+    """
+    given = {name: os.environ[name] for name in _RANK_NAMES if name in os.environ}
+    if "WORLD_SIZE" not in given:
+        return LaunchedRank()
+    found = LaunchedRank(*(int(text) if text.isdecimal() else -1 for text in (given.get(n, "0") for n in _RANK_NAMES)))
+    if "RANK" not in given or not (0 <= found.rank < found.world_size and found.local_rank >= 0):
+        fix = "start all ranks with torchrun, or unset these variables"
+        raise ConfigError("no place in a job", wanted="0 <= RANK < WORLD_SIZE, LOCAL_RANK", got=given, fix=fix)
+    return found
 
 
 def load_settings(config: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Settings:

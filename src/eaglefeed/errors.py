@@ -24,9 +24,10 @@ happened, to which id, what was wanted and what came, and what to do next.
     │   ├── StoreFull          (retry)  no room for another shard
     │   ├── BuffersHeld                 every read buffer is kept by tensors that are still in use
     │   └── PeerGone           (retry)  the process that holds the tensors is gone
-    └── TargetError
-        ├── TargetUnavailable  (retry)  no target found, or it does not answer
-        └── TargetMismatch              the target is not the one that was asked for
+    ├── TargetError
+    │   ├── TargetUnavailable  (retry)  no target found, or it does not answer
+    │   └── TargetMismatch              the target is not the one that was asked for
+    └── RankGone               (retry)  a rank of a training job did not come to what all do together
 """
 
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ __all__ = [
     "QueueError",
     "QueueFull",
     "QueueUnavailable",
+    "RankGone",
     "SampleCorrupt",
     "SampleMissing",
     "SchemaError",
@@ -155,7 +157,9 @@ class StaleLease(QueueError):
         error.what, error.wanted, error.got = f"{operation} refused, its session is over", newest, session
         error.fix = "stop this trainer: a newer one restored a checkpoint and goes on from there"
         if not session:
-            error.fix = "this group has checkpoints: call restore(step) first, and pass the session that it returns"
+            error.fix = (
+                "this group has checkpoints: call restore(step) first and pass its session (a stream: load_state_dict)"
+            )
         error.args = (error._message(),)
         return error
 
@@ -262,3 +266,21 @@ class TargetUnavailable(TargetError):
 
 class TargetMismatch(TargetError):
     """The target is not what the run needs."""
+
+
+class RankGone(EaglefeedError):
+    """A rank did not come to what all ranks of a job do together; `missing` are those that are known to be late."""
+
+    retryable = True
+    default_fix = (
+        "see the missing rank's log, and start the job again: it goes on from its newest checkpoint; "
+        "raise collective_timeout_s if a step or a checkpoint takes longer"
+    )
+
+    def __init__(
+        self, doing: str, *, rank: int | None, missing: Sequence[int], timeout_s: float, reason: str = ""
+    ) -> None:
+        self.missing = tuple(missing)
+        who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        what, subject = f"{who} did not come to {doing}", "" if rank is None else f"rank {rank}"
+        super().__init__(what, subject=subject, wanted=f"within {timeout_s:g} s", got=reason or None)

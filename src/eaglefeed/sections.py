@@ -22,7 +22,7 @@ __all__ = [
 
 def _words(value: object) -> object:
     """Accept the list [a, b] and its spellings "a,b" and "[a, b]"."""
-    parts = value.strip("[] ").split(",") if isinstance(value, str) else value
+    parts = [part for part in value.strip("[] ").split(",") if part] if isinstance(value, str) else value
     return tuple(str(part).strip(" '\"") for part in parts) if isinstance(parts, list | tuple) else parts
 
 
@@ -123,10 +123,11 @@ class TargetSection(_Section):
 
 
 class FeedSection(_Section):
-    """How conversations become prompts."""
+    """How conversations become prompts; with packing, rows hold as many of them as max_length tokens have room for."""
 
     max_length: Annotated[int, Field(gt=1)] = 2048
     batch_size: Annotated[int, Field(gt=0)] = 1
+    packing: bool = False
     keep_open: bool = False
 
 
@@ -178,9 +179,16 @@ class DraftSection(_Section):
 
 
 class TrainSection(_Section):
-    """The reference trainer."""
+    """The reference trainer; samples are counted on each rank of a job.
+
+    samples_per_batch samples are padded together into one forward, samples_per_step make an optimizer step. An epoch
+    is a queue that `feed --replay` filled with what an earlier epoch retained. from_step goes back to a checkpoint.
+    """
 
     group: GroupName = "main"
+    epoch: Annotated[int, Field(ge=0)] = 0
+    retain: bool = False
+    ack_policy: Literal["checkpoint", "step"] = "checkpoint"
     output: Path | None = None
     lr: Annotated[float, Field(gt=0)] = 5e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -188,10 +196,13 @@ class TrainSection(_Section):
     decay_steps: Annotated[int, Field(ge=0)] = 0
     grad_clip: Annotated[float, Field(gt=0)] = 5.0
     samples_per_step: Annotated[int, Field(gt=0)] = 1
+    samples_per_batch: Annotated[int, Field(gt=0)] = 1
     checkpoint_every: Annotated[int, Field(gt=0)] = 20
     keep_checkpoints: Annotated[int, Field(gt=0)] = 2
+    from_step: Annotated[int, Field(gt=0)] | None = None
     prefetch: Annotated[int, Field(gt=0)] = 4
     device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     num_threads: Annotated[int, Field(ge=0)] = 0
     seed: int = 0
     no_producers: Literal["wait", "fail"] = "wait"
@@ -202,3 +213,13 @@ class TrainSection(_Section):
     remote_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
     remote_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     remote_data_plane: Literal["auto", "http", "gloo", "nccl"] = "auto"
+    collective_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], NoDecode, BeforeValidator(_words)] = ()
+    report_every: Annotated[int, Field(gt=0)] = 10
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.samples_per_step % self.samples_per_batch:
+            step, batch = self.samples_per_step, self.samples_per_batch
+            raise ValueError(f"samples_per_step {step} is no multiple of samples_per_batch {batch}")
+        return self

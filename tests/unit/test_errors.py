@@ -11,6 +11,7 @@ RETRYABLE = {
     "PeerGone",
     "QueueFull",
     "QueueUnavailable",
+    "RankGone",
     "SampleMissing",
     "StorageError",
     "StoreFull",

@@ -14,27 +14,37 @@ class Holdings:
 
     def __init__(self, renewer: LeaseRenewer) -> None:
         self._renewer = renewer
-        self._ids: dict[int, set[str]] = defaultdict(set)
+        self._ids: dict[int, dict[str, None]] = defaultdict(dict)
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many items are held."""
+        with self._lock:
+            return sum(map(len, self._ids.values()))
+
+    def keep_up(self) -> bool:
+        """See LeaseRenewer: before the next lease."""
+        return self._renewer.keep_up()
 
     def add(self, token: int, ids: Iterable[str]) -> None:
         """Hold these items of a lease from now on."""
         with self._lock:
-            self._ids[token].update(ids)
+            self._ids[token].update(dict.fromkeys(ids))
             self._renewer.add(token)
 
     def settle(self, token: int, ids: Iterable[str]) -> None:
         """These are no longer held. Call it before the call that settles them, for the last one ends the lease."""
         with self._lock:
-            self._ids[token].difference_update(ids)
+            for item_id in ids:
+                self._ids[token].pop(item_id, None)
             if not self._ids[token]:
                 del self._ids[token]
                 self._renewer.forget(token)
 
     def drain(self) -> dict[int, list[str]]:
-        """Stop holding anything; returns what was held."""
+        """Stop holding anything; returns what was held, in the order in which it was leased."""
         with self._lock:
-            held = {token: sorted(ids) for token, ids in self._ids.items()}
+            held = {token: list(ids) for token, ids in self._ids.items()}
             self._ids.clear()
             for token in held:
                 self._renewer.forget(token)

@@ -17,9 +17,10 @@ _log = get_logger(__name__)
 
 @dataclass
 class _Watched:
-    """A lease: since when it is held, and when its next renewal is due."""
+    """A lease: since when it is held, when it was last renewed, and when its next renewal is due."""
 
     since_s: float
+    renewed_s: float
     due_s: float
     too_old: bool = False
 
@@ -70,7 +71,7 @@ class LeaseRenewer:
             now_s = self._clock.monotonic()
             if not self._watched:
                 self._progress_s = now_s
-            self._watched[token] = _Watched(now_s, now_s + self._interval_s)
+            self._watched[token] = _Watched(now_s, now_s, now_s + self._interval_s)
 
     def forget(self, token: int) -> None:
         """Renew it no more. Call this before the ack or nack of its last item, which ends the lease."""
@@ -86,6 +87,29 @@ class LeaseRenewer:
         """Whether a renewal found that the lease is somebody else's."""
         return token in self._lost
 
+    def is_kept(self, token: int) -> bool:
+        """Whether the lease is still renewed: it is neither lost nor too old."""
+        lease = self._watched.get(token)
+        return lease is not None and not lease.too_old
+
+    def keep_up(self) -> bool:
+        """Call this before a lease, which takes back what has run out: our own too, after an outage or a pause.
+
+        Renews what is close to that; False while the consumer is stalled, which is to take nothing.
+
+        Raises:
+            QueueUnavailable: the server is out of reach.
+        """
+        now_s = self._clock.monotonic()
+        if self._is_stalled(now_s):
+            return False
+        with self._lock:
+            watched = list(self._watched.items())
+        for token, lease in watched:
+            if now_s - lease.renewed_s > self._visibility_timeout_s / 2 and not self._is_too_old(token, lease):
+                self._renew(token, lease)
+        return True
+
     def tick(self) -> float:
         """Renew what is due; returns the seconds until the next renewal is."""
         now_s = self._clock.monotonic()
@@ -93,7 +117,7 @@ class LeaseRenewer:
             with self._lock:
                 due = [token for token, lease in self._watched.items() if lease.due_s <= now_s and not lease.too_old]
             for token in due:
-                self._renew(token)
+                self._try(token)
         with self._lock:
             waits_s = [lease.due_s - now_s for lease in self._watched.values() if not lease.too_old]
         return min([self._interval_s, *(wait_s for wait_s in waits_s if wait_s > 0)])
@@ -105,20 +129,25 @@ class LeaseRenewer:
         self._stalled = stalled
         return stalled
 
-    def _renew(self, token: int) -> None:
+    def _try(self, token: int) -> None:
         lease = self._watched.get(token)
         if lease is None or self._is_too_old(token, lease):
             return
         try:
-            self._queue.renew(token, visibility_timeout_s=self._visibility_timeout_s)
-            self._on_renewed()
-        except StaleLease:
-            self._lose(token)
+            self._renew(token, lease)
         except EaglefeedError as error:
             _log.warning("renewal_failed", token=token, error=str(error))
             lease.due_s = self._clock.monotonic() + self._interval_s / 3
-        else:
-            lease.due_s = self._clock.monotonic() + self._interval_s
+
+    def _renew(self, token: int, lease: _Watched) -> None:
+        began_s = self._clock.monotonic()
+        try:
+            self._queue.renew(token, visibility_timeout_s=self._visibility_timeout_s)
+        except StaleLease:
+            self._lose(token)
+            return
+        lease.renewed_s, lease.due_s = began_s, self._clock.monotonic() + self._interval_s
+        self._on_renewed()
 
     def _is_too_old(self, token: int, lease: _Watched) -> bool:
         age_s = self._clock.monotonic() - lease.since_s

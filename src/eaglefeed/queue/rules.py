@@ -25,6 +25,8 @@ __all__ = [
     "chunks",
     "crash_reason",
     "digest",
+    "epoch_of",
+    "epoch_queue",
     "groups_are_fixed",
     "prompts_of",
     "samples_of",
@@ -68,6 +70,17 @@ def samples_of(name: str) -> str | None:
 def prompts_of(name: str) -> str | None:
     """The queue of the prompts that this queue's samples are made of; None if it is no samples queue."""
     return f"prompts{name[7:]}" if re.fullmatch(r"samples(\..+)?", name) else None
+
+
+def epoch_queue(epoch: int) -> str:
+    """The queue of an epoch's samples, from 0: its own, since a queue knows an id for good."""
+    return f"samples.e{epoch}" if epoch else "samples"
+
+
+def epoch_of(name: str) -> int | None:
+    """The epoch whose samples a queue holds; None if its name is none of `epoch_queue`'s."""
+    found = re.fullmatch(r"samples(?:\.e([1-9]\d*))?", name)
+    return int(found[1] or 0) if found else None
 
 
 def check_group(queue: str, group: str, declared: Iterable[str]) -> None:
