@@ -86,6 +86,25 @@ def test_it_gives_what_the_model_in_this_process_gives(
     assert engine.is_down
 
 
+def test_each_packed_document_is_a_prompt_of_its_own_and_teaches_nothing_of_the_next(
+    checkpoint: Checkpoint, model: Any
+):
+    target, engine = opened(checkpoint, model)
+    packing = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]]),
+        "seq_lens": torch.tensor([[3, 6]]),
+        "doc_remaining": torch.tensor([[2, 1, 0, 3, 2, 1, 0, 0, 0]]),
+    }
+    real = (torch.arange(9) < 7).long()[None]
+    rows = {"input_ids": IDS[:1], "attention_mask": real, "loss_mask": real} | packing
+    got, wanted = (one.generate_batch(**rows).tensors() for one in (target, HFEagle3TargetModel(model, AUX)))
+    assert list(got) == list(wanted)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-4)
+    assert engine.prompts[-2:] == [IDS[0, :3].tolist(), IDS[0, 3:7].tolist()]
+    assert got["loss_mask"].tolist() == [[1, 1, 0, 1, 1, 1, 0, 0, 0]]
+
+
 def test_shortened_captures_are_an_error(checkpoint: Checkpoint, model: Any):
     target, engine = opened(checkpoint, model)
     engine.keep = slice(-1, None)

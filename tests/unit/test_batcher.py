@@ -31,7 +31,7 @@ class House:
 
     def work(self, name: str, *ids: int, seconds: float = 10.0, **options: Any) -> Work:
         deadline_s = self.clock.monotonic() + seconds
-        rows = TokenRows(*row(*ids))
+        rows = TokenRows(*row(*ids), **options.pop("packing", {}))
 
         def deliver(outcome: Eagle3TargetBatch | EaglefeedError) -> None:
             assert name not in self.delivered
@@ -68,6 +68,23 @@ def test_requests_of_one_forward_get_their_own_rows_at_their_own_length(house: H
     check_answer(house.batch("a").tensors(), torch.tensor([[1, 2, 3, 4, 5]]))
     check_answer(house.batch("b").tensors(), torch.tensor([[8, 13]]), SELECTED)
     check_answer(house.batch("c").tensors(), torch.tensor([[7, 5, 3]]))
+
+
+def test_packed_requests_share_no_forward_not_even_with_each_other(house: House):
+    packing = {
+        "position_ids": torch.tensor([[0, 1, 0]]),
+        "seq_lens": torch.tensor([[2, 1]]),
+        "doc_remaining": torch.tensor([[1, 0, 0]]),
+    }
+    for name, more in {"a": {}, "p": {"packing": packing}, "b": {}, "q": {"packing": packing}}.items():
+        house.submit(name, 1, 2, 3, **more)
+    assert [house.batcher.step() for _ in range(3)] == [2, 1, 1]
+    assert list(house.delivered) == ["a", "b", "p", "q"]
+    for name in "pq":
+        tensors = house.batch(name).tensors()
+        assert all(torch.equal(tensors[feature], value) for feature, value in packing.items())
+        assert tensors["loss_mask"].tolist() == [[1, 0, 0]]
+    assert house.batch("a").position_ids is None
 
 
 def test_an_exact_request_has_a_forward_of_its_own_and_others_may_overtake_it(house: House):

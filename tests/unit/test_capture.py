@@ -58,19 +58,6 @@ def test_a_part_holds_no_more_memory_than_its_own(target: HFEagle3TargetModel):
         assert tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes, name
 
 
-def test_a_part_of_packed_rows_keeps_its_documents(target: HFEagle3TargetModel):
-    packing = {
-        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 6]]),
-        "seq_lens": torch.tensor([[5, 4, 0], [2, 7, 0]]),
-        "doc_remaining": torch.tensor([[4, 3, 2, 1, 0, 3, 2, 1, 0], [1, 0, 1, 0, 0, 0, 0, 0, 0]]),
-    }
-    part = target.capture(IDS[:2], REAL[:2], LOSS[:2], **packing).part(slice(1, 2), 4)
-    assert part.packing["seq_lens"].tolist() == [[2, 2, 0]]
-    short = {name: value[1:2, :4] for name, value in packing.items()} | {"seq_lens": torch.tensor([[2, 2, 0]])}
-    alone = target.generate_batch(IDS[1:2, :4], REAL[1:2, :4], LOSS[1:2, :4], **short)
-    same(tensors(target.supervise(part, None)), tensors(alone), rtol=1e-4, atol=1e-4)
-
-
 def test_one_capture_serves_several_vocabularies(target: HFEagle3TargetModel):
     captured = target.capture(IDS, REAL, LOSS)
     other = (torch.arange(5), torch.arange(64) < 5)

@@ -112,7 +112,7 @@ def test_rows_are_checked(ids: tuple[object, ...], mask: tuple[object, ...]) -> 
 def test_another_prompt_version_is_refused() -> None:
     wire = msgpack.unpackb(encode_prompt(_prompt()))
     with pytest.raises(SchemaVersionError):
-        decode_prompt(msgpack.packb(wire | {"v": 2}))
+        decode_prompt(msgpack.packb(wire | {"v": 3}))
 
 
 @pytest.mark.parametrize(

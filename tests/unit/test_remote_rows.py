@@ -173,3 +173,60 @@ def test_what_is_no_tensor_is_refused_with_what_it_is(place: int, value: Any, ki
     mapping[place % 2] = value
     with pytest.raises(SchemaError, match=rf"wanted a torch\.Tensor, got {kind}$"):
         VocabSession.of(*mapping)
+
+
+# Documents of two and one tokens and one of padding; and of one and two, and one of padding.
+PACKED = {
+    "position_ids": torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]]),
+    "seq_lens": torch.tensor([[2, 2], [1, 3]]),
+    "doc_remaining": torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0]]),
+}
+ONES = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+PACKED_IDS = torch.tensor([[5, 6, 7, 0], [2, 3, 4, 0]])
+
+
+def packed_answer() -> dict[str, Tensor]:
+    """By hand: no loss where the next token is another document's, also if the request had some on all of them."""
+    return {
+        "aux_hidden_states": torch.zeros(2, 4, 3 * H),
+        "input_ids": torch.tensor([[6, 7, 0, 0], [3, 4, 0, 0]]),
+        "attention_mask": ONES.clone(),
+        "loss_mask": torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0]]),
+        "logits": torch.zeros(2, 4, V),
+    } | {name: tensor.clone() for name, tensor in PACKED.items()}
+
+
+def packed_request() -> RowsRequest:
+    return RowsRequest(PACKED_IDS, ONES, ONES, session=None, **PACKED)
+
+
+def test_a_packed_request_carries_its_packing_and_its_answer_is_taken() -> None:
+    asked = packed_request()
+    tensors, _ = decode_tensors(asked.body, "request")
+    assert list(tensors) == ["input_ids", "attention_mask", "loss_mask", *PACKED]
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in PACKED.items())
+    check(asked, packed_answer())
+
+
+PACKED_CHANGES: dict[str, dict[str, Any]] = {
+    "no packing": dict.fromkeys(PACKED),
+    "other positions": {"position_ids": torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]])},
+    "other documents": {"seq_lens": torch.tensor([[2, 2], [3, 1]])},
+    "more documents": {"seq_lens": torch.tensor([[2, 2, 0], [1, 3, 0]])},
+    "another remainder": {"doc_remaining": torch.tensor([[2, 0, 0, 0], [0, 1, 0, 0]])},
+    "loss across documents": {"loss_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]])},
+}
+
+
+@pytest.mark.parametrize("change", PACKED_CHANGES)
+def test_an_answer_with_another_packing_is_refused(change: str) -> None:
+    changed = packed_answer() | PACKED_CHANGES[change]
+    with pytest.raises(TargetUnavailable, match="host:1"):
+        check(packed_request(), {name: tensor for name, tensor in changed.items() if tensor is not None})
+
+
+@pytest.mark.parametrize("left_out", PACKED)
+def test_a_request_with_some_of_the_packing_is_not_made(left_out: str) -> None:
+    some = {name: tensor for name, tensor in PACKED.items() if name != left_out}
+    with pytest.raises(SchemaError, match="packing takes all three"):
+        RowsRequest(PACKED_IDS, ONES, ONES, session=None, **some)

@@ -156,9 +156,22 @@ def test_packed_documents_do_not_see_each_other(target: HFEagle3TargetModel):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("position_ids", torch.arange(9)[None], "position_ids do not restart"),
-        ("seq_lens", torch.tensor([[5, 3, 0]]), "seq_lens do not fill the row"),
-        ("doc_remaining", torch.tensor([[5, 4, 3, 2, 1, 3, 2, 1, 0]]), "doc_remaining is not"),
+        (
+            "position_ids",
+            torch.arange(9)[None],
+            r"position_ids: does not count from 0 in each document, got 5 at \[0, 5\]",
+        ),
+        ("seq_lens", torch.tensor([[5, 3, 0]]), r"seq_lens: documents do not fill the row of 9, got 8 at \[0\]"),
+        ("seq_lens", torch.tensor([[5, 0, 4]]), "seq_lens: a document behind a 0"),
+        ("seq_lens", torch.tensor([[10, -1, 0]]), r"seq_lens: not from 0 to 9, got 10 at \[0, 0\]"),
+        ("seq_lens", torch.tensor([5, 4]), "packing of other rows"),
+        ("seq_lens", torch.zeros(1, 0, dtype=torch.int64), "seq_lens: documents do not fill the row"),
+        ("position_ids", torch.arange(9), "packing of other rows"),
+        (
+            "doc_remaining",
+            torch.tensor([[5, 4, 3, 2, 1, 3, 2, 1, 0]]),
+            r"doc_remaining: not the number .*5 at \[0, 0\]",
+        ),
         ("seq_lens", None, "packing takes all three"),
     ],
 )

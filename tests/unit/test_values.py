@@ -140,15 +140,3 @@ def test_tensors_that_are_not_what_the_ref_says_are_refused():
     del tensors["logits"]
     with pytest.raises(SampleCorrupt, match="other features"):
         validate_eagle3_tensors(tensors, specs, sample_id="s1")
-
-
-def test_packing_must_stay_within_the_row():
-    packing = {
-        "position_ids": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]),
-        "seq_lens": torch.tensor([[2, 2], [4, 0]]),
-        "doc_remaining": torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0]]),
-    }
-    check(sample() | packing)
-    packing["seq_lens"] = torch.tensor([[2, 3], [4, 0]])
-    with pytest.raises(SampleCorrupt, match="seq_lens: documents longer than the row of 4"):
-        check(sample() | packing)

@@ -26,7 +26,7 @@ class PromptReader:
     def __init__(self, settings: Settings, *, max_positions: int | None) -> None:
         from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
 
-        self._tokenizer, self._batch_size = target_tokenizer(settings), settings.feed.batch_size
+        self._tokenizer, self._feed = target_tokenizer(settings), settings.feed
         self.num_tokens = len(self._tokenizer)
         self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
         self.template_fingerprint = template_fingerprint(self._tokenizer)
@@ -34,13 +34,23 @@ class PromptReader:
 
     def read(self, path: Path, report: "ReadReport") -> "Iterator[Prompt]":
         """The file's work items, in an order that is always the same; `read_conversations` explains the rest."""
-        from eaglefeed.producer.conversations import batches, read_conversations, to_prompt
+        from eaglefeed.producer.conversations import (
+            batches,
+            packed_batches,
+            read_conversations,
+            to_packed_prompt,
+            to_prompt,
+        )
 
-        rows = read_conversations(path, self._tokenizer, report, max_length=self.max_length)
-        for group in batches(rows, self._batch_size):
-            yield to_prompt(
-                group,
-                tokenizer_fingerprint=self.tokenizer_fingerprint,
-                template_fingerprint=self.template_fingerprint,
-                max_length=self.max_length,
-            )
+        said = {
+            "tokenizer_fingerprint": self.tokenizer_fingerprint,
+            "template_fingerprint": self.template_fingerprint,
+        }
+        size, length = self._feed.batch_size, self.max_length
+        rows = read_conversations(path, self._tokenizer, report, max_length=length)
+        if self._feed.packing:
+            for packed in packed_batches(rows, size, length):
+                yield to_packed_prompt(packed, max_length=length, **said)
+        else:
+            for group in batches(rows, size):
+                yield to_prompt(group, max_length=length, **said)

@@ -129,16 +129,14 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         """The same as the class; see there."""
         return cls(urls, device=device, **kwargs)
 
-    def generate_batch(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Eagle3TargetBatch:
-        """Run the target on a server. Left-padded rows come out padded on the right, as every shard is.
-
-        Args:
-            input_ids: [B, S] as tokenized, not shifted.
-            attention_mask: [B, S] 0/1, one run of ones a row.
-            loss_mask: [B, S] 0/1, not shifted.
+    def generate_batch(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, **packing: Tensor | None
+    ) -> Eagle3TargetBatch:
+        """Run the target on a server, as Eagle3TargetBackend says; rows that are not packed may be padded on the left.
 
         Returns:
-            A batch on `device`, with target_probs and position_mask, or logits while no vocabulary map is set.
+            A batch on `device`, padded on the right as every shard is, with target_probs and position_mask, or logits
+            while no vocabulary map is set.
 
         Raises:
             SchemaError: rows that the contract or the target does not allow.
@@ -148,23 +146,25 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
             TargetError: the target failed; or `close` was called.
             StorageError: the last attempt's answer broke on its way.
         """
-        handle = self.generate_batch_async(input_ids, attention_mask, loss_mask)
+        handle = self.generate_batch_async(input_ids, attention_mask, loss_mask, **packing)
         try:
             return handle.result()
         except BaseException:
             handle.cancel()  # Ctrl-C: nobody is going to ask for it
             raise
 
-    def generate_batch_async(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> RemoteHandle:
+    def generate_batch_async(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, **packing: Tensor | None
+    ) -> RemoteHandle:
         """Start `generate_batch`; the caller's tensors are free when this returns.
 
         An answer is in memory until its handle is dropped, so handles bound how far ahead a trainer may be.
 
         Raises:
-            SchemaError: not three tensors of one shape, or of no rows or tokens.
+            SchemaError: ids and masks that are not of one shape, no rows or tokens, or incomplete packing.
             TargetError: `close` was called.
         """
-        request = RowsRequest(input_ids, attention_mask, loss_mask, session=self._session)
+        request = RowsRequest(input_ids, attention_mask, loss_mask, session=self._session, **packing)
         handle = self._open_handle()
         self._workers.submit(partial(self._answer, request, handle))
         for index in self._fleet.due():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eaglefeed.errors import SchemaError, TargetUnavailable
 from eaglefeed.schema.batch import Eagle3TargetBatch
-from eaglefeed.schema.eagle3 import validate_eagle3_specs
+from eaglefeed.schema.eagle3 import validate_eagle3_packing_inputs, validate_eagle3_specs
 from eaglefeed.schema.protocol import ModelInfo
 from eaglefeed.schema.values import shift_left
 from eaglefeed.storage.header import MAX_HEADER_BYTES
@@ -61,16 +61,31 @@ class RowsRequest:
         attention_mask: [B, S] 0/1.
         loss_mask: [B, S] 0/1, not shifted.
         session: the vocabulary map that answers are to be over; None for logits.
+        position_ids: [B, S]; packing takes all three of these or none, and whether it adds up is the target's to check.
+        seq_lens: [B, max_docs].
+        doc_remaining: [B, S].
 
     Raises:
-        SchemaError: not three tensors of one shape [B, S], no rows or no tokens, or no whole numbers.
+        SchemaError: ids and masks that are not of one shape [B, S], no rows or tokens, no whole numbers, or incomplete
+            packing.
     """
 
     def __init__(
-        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *, session: VocabSession | None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        *,
+        session: VocabSession | None,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
     ) -> None:
+        packing = {"position_ids": position_ids, "seq_lens": seq_lens, "doc_remaining": doc_remaining}
+        validate_eagle3_packing_inputs(**packing)
+        given = {name: tensor for name, tensor in packing.items() if tensor is not None}
         rows = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
-        _check_tensors(rows)
+        _check_tensors(rows | given)
         shapes = {tuple(tensor.shape) for tensor in rows.values()}
         if len(shapes) != 1 or input_ids.ndim != 2:
             raise SchemaError("ids and masks need one shape", wanted="[B, S]", got=sorted(shapes))
@@ -78,8 +93,9 @@ class RowsRequest:
             what = "no tokens" if len(input_ids) else "no rows"
             raise SchemaError(what, subject="input_ids", wanted="[B, S], both at least 1", got=list(input_ids.shape))
         self._rows = {name: _integers(name, tensor) for name, tensor in rows.items()}
+        self._packing = {name: _integers(name, tensor) for name, tensor in given.items()}
         self.id, self.session = new_id(), session
-        self.body = encode_tensors(TensorWriter(self._rows, {"request": self.id}))
+        self.body = encode_tensors(TensorWriter(self._rows | self._packing, {"request": self.id}))
 
     def max_bytes(self, info: ModelInfo) -> int:
         """A bound for the file of its answer."""
@@ -114,6 +130,7 @@ class RowsRequest:
     def _shapes(self, info: ModelInfo) -> dict[str, tuple[int, ...]]:
         rows = tuple(self._rows["input_ids"].shape)
         core = {"aux_hidden_states": (*rows, 3 * info.hidden_size)} | dict.fromkeys(self._rows, rows)
+        core |= {name: tuple(tensor.shape) for name, tensor in self._packing.items()}
         if self.session is None:
             return core | {"logits": (*rows, info.vocab_size)}
         return core | {"target_probs": (*rows, self.session.draft_vocab_size), "position_mask": (*rows, 1)}
@@ -128,7 +145,7 @@ class RowsRequest:
             raise _not_the_answer(server, "an answer of another dtype", info.dtype, got)
 
     def _check_tokens(self, tensors: Mapping[str, Tensor], server: str) -> None:
-        """Check that the rows are the request's own: shifted, and padded on the right."""
+        """Check that the rows are the request's own: shifted, padded on the right, and packed as it said."""
         real = self._rows["attention_mask"].bool()
         lengths = real.sum(-1, keepdim=True)
         wanted_mask = torch.arange(real.shape[1]) < lengths
@@ -136,7 +153,10 @@ class RowsRequest:
         same = torch.equal(tensors["attention_mask"].cpu(), wanted_mask.long())
         for name in ("input_ids", "loss_mask"):
             wanted = torch.zeros_like(self._rows[name]).masked_scatter_(next_real, self._rows[name][is_next])
+            if self._packing and name == "loss_mask":  # no loss from one document to the next
+                wanted *= self._packing["doc_remaining"] > 0
             same = same and torch.equal(tensors[name].cpu(), wanted)
+        same = same and all(torch.equal(tensors[name].cpu(), value) for name, value in self._packing.items())
         if not same:
             raise _not_the_answer(server, "an answer of other rows than those that were asked for", None, None)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eaglefeed.errors import SampleCorrupt, SchemaError
 from eaglefeed.producer.work import TokenRows
+from eaglefeed.schema.eagle3 import EAGLE3_PACKING_FEATURES
 from eaglefeed.schema.protocol import EXACT_HEADER, PAIR_HEADER, REQUEST_HEADER, SESSION_HEADER, TIMEOUT_HEADER
 from eaglefeed.storage.shard import decode_tensors
 
@@ -20,6 +21,8 @@ __all__ = ["Asked", "read_map", "read_rows", "read_session"]
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _DEFAULT_TIMEOUT_S, _MAX_TIMEOUT_S = 120.0, 3600.0
+_ROWS = dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), torch.int64)
+_PACKING = dict.fromkeys(EAGLE3_PACKING_FEATURES, torch.int64)
 _MAP = {"selected_token_ids": torch.int64, "selected_token_mask": torch.bool}
 
 
@@ -68,10 +71,10 @@ def read_rows(body: bytearray, subject: str, *, max_tokens: int) -> TokenRows:
 
     Raises:
         SampleCorrupt: no tensors, or damaged ones.
-        SchemaError: others than three of one shape [B, S], or more than `max_tokens` in it.
+        SchemaError: others than three of one shape [B, S] and packing's, or more than `max_tokens` in it.
     """
-    tensors = _read(body, subject, dict.fromkeys(TokenRows._fields, torch.int64))
-    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    tensors = _read(body, subject, _ROWS, _ROWS | _PACKING)
+    shapes = {tuple(tensors[name].shape) for name in _ROWS}
     if len(shapes) != 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
         raise SchemaError("ids and masks need one shape", subject=subject, wanted="[B, S]", got=sorted(shapes))
     rows = TokenRows(**tensors)
@@ -96,18 +99,19 @@ def read_map(body: bytearray, subject: str) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _read(body: bytearray, subject: str, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The tensors in the order of `wanted`, their names and dtypes checked."""
+def _read(body: bytearray, subject: str, *forms: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """The tensors of one of the forms, in its order, their names and dtypes checked."""
     try:
         tensors, _ = decode_tensors(body, subject)
     except SampleCorrupt as error:
         error.fix = "send it again, as a whole safetensors file with eaglefeed's digests"
         raise
     found = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    names = {name: str(dtype).removeprefix("torch.") for name, dtype in wanted.items()}
-    if found != names:
+    wanted = [{name: str(dtype).removeprefix("torch.") for name, dtype in form.items()} for form in forms]
+    if found not in wanted:
+        names = " or ".join(map(str, wanted))
         raise SchemaError("other tensors than were asked for", subject=subject, wanted=names, got=found)
-    return {name: tensors[name] for name in wanted}
+    return {name: tensors[name] for name in wanted[wanted.index(found)]}
 
 
 def _id(headers: Mapping[str, str], name: str) -> str:

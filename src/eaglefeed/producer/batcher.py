@@ -26,7 +26,7 @@ class Batcher:
 
     Args:
         target: runs the forwards; in no other thread meanwhile.
-        batch_tokens: requests that are not exact share a forward up to this many tokens, padding counted.
+        batch_tokens: requests that are neither exact nor packed share a forward up to this many tokens, with padding.
         max_in_flight: answers in memory at a time, from before their forward until their last byte is sent.
         max_waiting: requests that may wait.
         clock: measures deadlines.
@@ -148,9 +148,9 @@ class Batcher:
     def _take(self) -> list[Work]:
         free = self._max_in_flight - len(self._in_flight)
         taken = list(islice(self._waiting, min(free, 1)))
-        if taken and not taken[0].exact:
+        if taken and not taken[0].is_alone:
             for work in islice(self._waiting, 1, None):
-                if len(taken) < free and not work.exact and _num_tokens([*taken, work]) <= self._batch_tokens:
+                if len(taken) < free and not work.is_alone and _num_tokens([*taken, work]) <= self._batch_tokens:
                     taken.append(work)
         for work in taken:
             del self._waiting[work]
@@ -200,10 +200,11 @@ class Batcher:
     def _capture(self, works: Sequence[Work]) -> Captured:
         if len(works) == 1:
             return self._target.capture(*works[0].rows)
-        length = max(work.rows.input_ids.shape[1] for work in works)
-        columns = zip(*(work.rows for work in works), strict=True)
+        rows = [work.rows for work in works]
+        length = max(row.input_ids.shape[1] for row in rows)
+        columns = zip(*((row.input_ids, row.attention_mask, row.loss_mask) for row in rows), strict=True)
         return self._target.capture(
-            *(torch.cat([pad(rows, (0, length - rows.shape[1])) for rows in column]) for column in columns)
+            *(torch.cat([pad(part, (0, length - part.shape[1])) for part in column]) for column in columns)
         )
 
     def _supervise(self, works: Sequence[Work], captured: Captured) -> None:

@@ -1,6 +1,6 @@
-"""Conversations to work items: tokenized, masked, cut, checked, and grouped by length. One pass, bounded memory."""
+"""Conversations to work items: tokenized, masked, cut, checked, and grouped or packed. One pass, bounded memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +15,10 @@ from eaglefeed.schema.prompt import Prompt, PromptRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Conversation", "batches", "read_conversations", "to_prompt"]
+__all__ = ["Conversation", "batches", "packed_batches", "read_conversations", "to_packed_prompt", "to_prompt"]
 
 _WINDOW_BATCHES = 16
+_OPEN_ROWS = 32
 _MAX_FIRST_ID = 96
 
 
@@ -90,21 +91,75 @@ def batches(conversations: Iterator[Conversation], batch_size: int) -> Iterator[
             yield window[start : start + batch_size]
 
 
+def packed_batches(
+    conversations: Iterable[Conversation], batch_size: int, max_length: int
+) -> Iterator[list[list[Conversation]]]:
+    """Groups of rows of several conversations each, which together have at most `max_length` tokens.
+
+    A conversation goes into the first of 32 open rows that has room for it. Where none has, the fullest is done. So
+    what is in memory is bounded, and the order reproducible.
+    """
+    rows = _packed(conversations, max_length)
+    while group := list(islice(rows, batch_size)):
+        yield group
+
+
+def _packed(conversations: Iterable[Conversation], max_length: int) -> Iterator[list[Conversation]]:
+    rows: list[list[Conversation]] = []
+    for conversation in conversations:
+        room = max_length - len(conversation.input_ids)
+        row = next((row for row in rows if _num_tokens(row) <= room), None)
+        if row is not None:
+            row.append(conversation)
+            continue
+        if len(rows) == _OPEN_ROWS:
+            yield rows.pop(max(range(len(rows)), key=lambda index: _num_tokens(rows[index])))
+        rows.append([conversation])
+    yield from rows
+
+
+def _num_tokens(row: list[Conversation]) -> int:
+    return sum(len(conversation.input_ids) for conversation in row)
+
+
 def to_prompt(
     rows: Sequence[Conversation], *, tokenizer_fingerprint: str, template_fingerprint: str, max_length: int
 ) -> Prompt:
-    """The work item of one or more conversations.
+    """The work item of one or more conversations, each a row of its own.
 
-    A single row keeps its id. Several get the first one's id, ".b", their number, "-" and a digest of all their ids.
+    A single one keeps its id. Several get the first one's id, ".b", their number, "-" and a digest of all their ids.
     """
-    sample_id = rows[0].sample_id
-    if len(rows) > 1:
-        digest = xxhash.xxh32_hexdigest(" ".join(row.sample_id for row in rows).encode())
-        sample_id = f"{sample_id[:_MAX_FIRST_ID]}.b{len(rows)}-{digest}"
     return Prompt(
-        sample_id=sample_id,
+        sample_id=_joint_id("b", rows),
         rows=tuple(PromptRow(row.input_ids, row.loss_mask) for row in rows),
         tokenizer_fingerprint=tokenizer_fingerprint,
         template_fingerprint=template_fingerprint,
         max_length=max_length,
     )
+
+
+def to_packed_prompt(
+    rows: Sequence[Sequence[Conversation]], *, tokenizer_fingerprint: str, template_fingerprint: str, max_length: int
+) -> Prompt:
+    """The work item of packed rows; its id is as `to_prompt`'s, over the conversations of all rows, with ".p"."""
+    return Prompt(
+        sample_id=_joint_id("p", [conversation for row in rows for conversation in row]),
+        rows=tuple(_packed_row(row) for row in rows),
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        template_fingerprint=template_fingerprint,
+        max_length=max_length,
+    )
+
+
+def _packed_row(row: Sequence[Conversation]) -> PromptRow:
+    input_ids = tuple(token for conversation in row for token in conversation.input_ids)
+    loss_mask = tuple(value for conversation in row for value in conversation.loss_mask)
+    return PromptRow(input_ids, loss_mask, tuple(len(conversation.input_ids) for conversation in row))
+
+
+def _joint_id(kind: str, conversations: Sequence[Conversation]) -> str:
+    first = conversations[0].sample_id
+    if len(conversations) == 1:
+        return first
+    digest = xxhash.xxh32_hexdigest(" ".join(each.sample_id for each in conversations).encode())
+    return f"{first[:_MAX_FIRST_ID]}.{kind}{len(conversations)}-{digest}"

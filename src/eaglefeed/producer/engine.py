@@ -15,7 +15,12 @@ from eaglefeed.producer.parts import TargetParts
 from eaglefeed.producer.rows import Rows, check_packing, right_padded
 from eaglefeed.producer.supervision import compact_supervision, draft_supervision, logits_supervision
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch, EmbeddingHolder
-from eaglefeed.schema.eagle3 import NUM_AUX_LAYERS, default_aux_layer_ids, validate_eagle3_packing_inputs
+from eaglefeed.schema.eagle3 import (
+    EAGLE3_PACKING_FEATURES,
+    NUM_AUX_LAYERS,
+    default_aux_layer_ids,
+    validate_eagle3_packing_inputs,
+)
 from eaglefeed.schema.values import shift_left
 
 __all__ = ["Captured", "Eagle3Target", "Selected", "checked_layer_ids"]
@@ -41,14 +46,12 @@ class Captured:
     packing: dict[str, Any]
 
     def part(self, rows: slice, length: int) -> "Captured":
-        """Some of the rows, cut to `length`, which none of them is longer than; aux is copied, so it holds no more."""
+        """Some rows of a forward without packing, cut to `length`, which none of them is longer than.
+
+        Aux is copied, so it holds no more.
+        """
         cut = Rows(*(tensor[rows, :length] for tensor in self.rows))
-        packing = {name: tensor[rows, :length] for name, tensor in self.packing.items() if name != "seq_lens"}
-        if "seq_lens" in self.packing:
-            ends = self.packing["seq_lens"][rows].cumsum(-1).clamp(max=length)
-            packing["seq_lens"] = ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1]))
-        aux, last = self.aux[rows, :length].clone(), self.last[rows, :length]
-        return replace(self, rows=cut, aux=aux, last=last, packing=packing)
+        return replace(self, rows=cut, aux=self.aux[rows, :length].clone(), last=self.last[rows, :length])
 
 
 class Eagle3Target(Eagle3TargetBackend):
@@ -180,7 +183,7 @@ class Eagle3Target(Eagle3TargetBackend):
             loss_mask: [B, S] 0/1, not shifted.
             position_ids: [B, S], restarting at 0 with each document; packing takes all three of these or none.
             seq_lens: [B, max_docs]; attention does not cross from one document to another.
-            doc_remaining: [B, S], handed through.
+            doc_remaining: [B, S], the real tokens after each in its document.
 
         Raises:
             SchemaError: rows that the contract or the target does not allow.
@@ -198,6 +201,8 @@ class Eagle3Target(Eagle3TargetBackend):
     def supervise(self, captured: Captured, selected: Selected | None, *, compact: bool = False) -> Eagle3TargetBatch:
         """Make a batch, with the supervision that a vocabulary map, or `compact`, asks for."""
         rows, next_loss = captured.rows, shift_left(captured.rows.loss_mask)
+        if captured.packing:  # a document's last token must not learn how the next one begins
+            next_loss = next_loss * (captured.packing["doc_remaining"] > 0)
         with torch.no_grad():
             supervision = self._supervision(captured.last, shift_left(rows.real), next_loss, selected, compact)
         return Eagle3TargetBatch(
@@ -237,15 +242,15 @@ class Eagle3Target(Eagle3TargetBackend):
     ) -> dict[str, Any]:
         if position_ids is None or seq_lens is None or doc_remaining is None:
             return {}
-        positions, lengths, remaining = (
-            tensor.to(self.device).long() for tensor in (position_ids, seq_lens, doc_remaining)
-        )
-        check_packing(positions, lengths, remaining, real)
+        given = (position_ids, seq_lens, doc_remaining)
+        moved = (tensor.to(self.device).long() for tensor in given)
+        packing = dict(zip(EAGLE3_PACKING_FEATURES, moved, strict=True))
+        check_packing(packing, real)
         if not self._isolates_documents:
             raise SchemaError(
                 "the target lets packed documents see each other", subject=self._kind, fix="feed without packing"
             )
-        return {"position_ids": positions, "seq_lens": lengths, "doc_remaining": remaining}
+        return packing
 
     @property
     def _kind(self) -> str:

@@ -58,7 +58,7 @@ class SampleMaker:
         prompt = decode_prompt(payload)
         contract = self._agreement.contract_for(prompt)
         _check_ids(prompt, contract.vocab_size)
-        batch = self._target.generate_batch(*pad_prompt(prompt))
+        batch = self._target.generate_batch(**pad_prompt(prompt))
         ref = self._describe(prompt, batch, contract, token)
         tensors = batch.tensors()
         validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id, vocab_size=contract.vocab_size)

@@ -1,11 +1,13 @@
 """Rows on their way into a target: padding to the right, nothing beyond the real length, packing that adds up."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eaglefeed.errors import SchemaError
+from eaglefeed.schema.packing import packing_faults
 
 __all__ = ["Rows", "check_packing", "right_padded"]
 
@@ -44,20 +46,21 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *
     return Rows(ids, moved, loss)
 
 
-def check_packing(position_ids: Tensor, seq_lens: Tensor, doc_remaining: Tensor, real: Tensor) -> None:
+def check_packing(packing: Mapping[str, Tensor], real: Tensor) -> None:
     """Check that documents fill their row, that positions restart with each, and what remains of each.
+
+    Args:
+        packing: the three features, int64.
+        real: [B, S] bool.
 
     Raises:
         SchemaError: they do not.
     """
-    length, ends = real.shape[1], seq_lens.cumsum(-1)
-    if (seq_lens < 0).any() or (ends[:, -1] != length).any():
-        wanted = f"a sum of {length} (padding counts to the last document)"
-        raise SchemaError("seq_lens do not fill the row", wanted=wanted, got=ends[:, -1].tolist())
-    columns = torch.arange(length, device=real.device).expand_as(real).contiguous()
-    document = torch.searchsorted(ends, columns, right=True)
-    if not torch.equal(columns - (ends - seq_lens).gather(1, document), position_ids):
-        raise SchemaError("position_ids do not restart at 0 with each of seq_lens")
-    real_ends = ends.gather(1, document).minimum(real.sum(-1, keepdim=True))
-    if not torch.equal((real_ends - 1 - columns).clamp(min=0), doc_remaining):
-        raise SchemaError("doc_remaining is not the number of real tokens after each in its document")
+    shapes = {name: list(tensor.shape) for name, tensor in packing.items()}
+    rows = list(real.shape)
+    if shapes != {"position_ids": rows, "seq_lens": [rows[0], *shapes["seq_lens"][1:2]], "doc_remaining": rows}:
+        raise SchemaError("packing of other rows", wanted=f"{rows}, and seq_lens [{rows[0]}, max_docs]", got=shapes)
+    for name, what, bad, values in packing_faults(packing, real.sum(-1)):
+        if bad.any():
+            place = tuple(bad.nonzero()[0].tolist())
+            raise SchemaError(f"{name}: {what}", got=f"{int(values[place])} at {list(place)}")

@@ -66,9 +66,12 @@ def sample_bytes(prompt: "Prompt", sizes: TargetSizes, encoding: Encoding, *, dt
         aux_bytes = aux * DTYPE_BYTES["float8_e4m3fn"] + DTYPE_BYTES["float32"]
     rows = positions
     if encoding.supervision_rows == "supervised":
-        rows = sum(sum(row.loss_mask[1:]) for row in prompt.rows)  # shifted: the first token is nobody's next
-    ids_and_masks = 3 * DTYPE_BYTES["int64"]
-    return positions * (aux_bytes + ids_and_masks) + rows * _supervision_bytes(sizes, encoding, DTYPE_BYTES[dtype])
+        rows = sum(row.num_supervised for row in prompt.rows)
+    integers = 3 * positions
+    if prompt.is_packed:
+        integers += 2 * positions + len(prompt.rows) * max(len(row.documents) for row in prompt.rows)
+    supervision_bytes = rows * _supervision_bytes(sizes, encoding, DTYPE_BYTES[dtype])
+    return positions * aux_bytes + integers * DTYPE_BYTES["int64"] + supervision_bytes
 
 
 def _supervision_bytes(sizes: TargetSizes, encoding: Encoding, itemsize: int) -> int:

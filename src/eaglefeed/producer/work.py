@@ -17,11 +17,14 @@ __all__ = ["BatcherStats", "TokenRows", "Work"]
 
 
 class TokenRows(NamedTuple):
-    """What a request asks about, [B, S] int64 each, as tokenized and not shifted."""
+    """What a request asks about, [B, S] int64 each, as tokenized and not shifted; packing all three or none."""
 
     input_ids: Tensor
     attention_mask: Tensor
     loss_mask: Tensor
+    position_ids: Tensor | None = None
+    seq_lens: Tensor | None = None
+    doc_remaining: Tensor | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,6 +52,11 @@ class Work:
     """Nobody waits for its answer, or for the rest of it, any more."""
     computed: bool = False
     """The target has done with it."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it shares no forward: packed rows are full already."""
+        return self.exact or self.rows.position_ids is not None
 
 
 @dataclass(frozen=True)

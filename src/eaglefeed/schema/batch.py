@@ -117,13 +117,25 @@ class Eagle3TargetBackend(ABC):
     supports_async = False
 
     @abstractmethod
-    def generate_batch(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Eagle3TargetBatch:
+    def generate_batch(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> Eagle3TargetBatch:
         """Run the target.
 
         Args:
             input_ids: [B, S] int64 as tokenized, not shifted.
             attention_mask: [B, S] 0/1.
             loss_mask: [B, S] 0/1, not shifted.
+            position_ids: [B, S], restarting at 0 with each document; packing takes all three of these or none.
+            seq_lens: [B, max_docs]; no document sees another, and none is supervised by the next one's first token.
+            doc_remaining: [B, S].
 
         Returns:
             A batch whose tensors are never written to again, by nobody: it is stored while the next one is made.
@@ -142,7 +154,16 @@ class Eagle3TargetBackend(ABC):
             selected_token_mask: [V] bool, true at those ids.
         """
 
-    def generate_batch_async(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> BatchHandle:
+    def generate_batch_async(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        doc_remaining: Tensor | None = None,
+    ) -> BatchHandle:
         """Start `generate_batch`; only where `supports_async` is true."""
         raise NotImplementedError(f"{type(self).__name__} answers in place: use generate_batch")
 

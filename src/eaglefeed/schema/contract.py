@@ -21,8 +21,9 @@ __all__ = ["ASSETS_FILE", "CONTRACT_FILE", "CONTRACT_RECORD", "RETAIN_RECORD", "
 CONTRACT_FILE = "contract.json"
 ASSETS_FILE = "target_assets.safetensors"
 """Files of the run, beside its shards."""
-CONTRACT_RECORD, RETAIN_RECORD = "contract", "retain"
-"""In the record that the run's queues hold: the same contract, and whether shards stay after their samples' release."""
+CONTRACT_RECORD, RETAIN_RECORD = "contract", "retain:"
+"""In the record that the run's queues hold: the same contract; and, with the name of a samples queue behind it, that
+shards stay after that queue has released them."""
 
 
 class RunContract(BaseModel):

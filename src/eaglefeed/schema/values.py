@@ -8,6 +8,7 @@ from torch import Tensor
 from eaglefeed.errors import SampleCorrupt
 from eaglefeed.schema.eagle3 import EAGLE3_FEATURES
 from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_FEATURES
+from eaglefeed.schema.packing import packing_faults
 from eaglefeed.schema.refs import FeatureSpec
 
 __all__ = ["shift_left", "validate_eagle3_tensors"]
@@ -29,7 +30,8 @@ def validate_eagle3_tensors(
     """Check a sample's tensors against their specs and the contract.
 
     Finite values (a logit may be -inf, a whole row may not), right padding, zeros beyond each row's real length, binary
-    masks, loss only on real tokens, ids in range, probabilities that sum to 1, packing within the row.
+    masks, loss only on real tokens, ids in range, probabilities that sum to 1; of packed rows documents that fill them,
+    positions that restart and remainders that are exact, and no loss from one document to the next.
 
     Args:
         tensors: the sample's decoded features, of any schema version.
@@ -128,11 +130,10 @@ def _check_probabilities(tensors: Mapping[str, Tensor], sample_id: str) -> None:
 
 
 def _check_packing(tensors: Mapping[str, Tensor], sample_id: str) -> None:
-    length = tensors["input_ids"].shape[1]
-    for name, bound in (("position_ids", length), ("seq_lens", length + 1), ("doc_remaining", length)):
-        _check_range(name, tensors[name], bound, sample_id)
-    sums = tensors["seq_lens"].sum(-1)
-    _refuse_first(sums > length, "seq_lens", sums, f"documents longer than the row of {length}", sample_id)
+    for name, what, bad, values in packing_faults(tensors, tensors["attention_mask"].sum(-1)):
+        _refuse_first(bad, name, values, what, sample_id)
+    across = tensors["loss_mask"].bool() & (tensors["doc_remaining"] == 0)
+    _refuse_first(across, "loss_mask", None, "set where the next token is another document's", sample_id)
 
 
 def _refuse_first(bad: Tensor, name: str, values: Tensor | None, what: str, sample_id: str) -> None:
