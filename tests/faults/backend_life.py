@@ -15,7 +15,7 @@ import pipeline
 import samples
 from eaglefeed.consumer.backend_stream import BackendStream
 from eaglefeed.consumer.draft import Eagle3Draft
-from eaglefeed.consumer.resume import resume_walk
+from eaglefeed.consumer.resume import resume
 from eaglefeed.consumer.run import TrainingRun, only_trainer_of
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch
@@ -40,8 +40,8 @@ class SlowEcho(pipeline.EchoTarget):
         time.sleep(STEP_S)
         return super().generate_batch(input_ids, attention_mask, loss_mask)
 
-    def generate_batch_async(self, *rows: Tensor) -> Any:
-        return self._workers.submit(self.generate_batch, *rows)
+    def generate_batch_async(self, *rows: Tensor, **named: Any) -> Any:
+        return self._workers.submit(self.generate_batch, *rows, **named)
 
     def close(self) -> None:
         self._workers.shutdown()
@@ -55,11 +55,10 @@ def live(folder: Path, target: Eagle3TargetBackend, *, depth: int = 1, **options
     """Train to the end, two samples a step, from the newest checkpoint on; returns weights and moments."""
     trainer = DraftTrainer(Eagle3Draft(CONFIG, seed=0))
     contract = pipeline.contract(max_length=16)
-    with only_trainer_of(folder):
-        seen = resume_walk(folder, trainer, contract=contract)
-        with BackendStream(target, prompts(), seen=seen, depth=depth, outage_s=0.0) as stream:
-            options = {"checkpoint_every": 3, "samples_per_step": 2, "idle_s": None} | options
-            TrainingRun(trainer, stream, folder, contract=contract.id, **options).train()
+    with only_trainer_of(folder), BackendStream(target, prompts(), depth=depth, outage_s=0.0) as stream:
+        resume(folder, trainer, stream, contract=contract)
+        options = {"checkpoint_every": 3, "samples_per_step": 2, "idle_s": None} | options
+        TrainingRun(trainer, stream, folder, contract=contract.id, **options).train()
     return trainer.state_tensors()
 
 
@@ -67,7 +66,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def _say(result: StepResult) -> None:
+def _say(result: StepResult, _row: object) -> None:
     sys.stdout.write(f"{result.step}\n")
     sys.stdout.flush()
 

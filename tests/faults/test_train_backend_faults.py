@@ -299,8 +299,8 @@ def test_a_row_that_a_server_refuses_is_counted_logged_by_its_name_and_passed(
 def test_a_target_with_bad_values_teaches_nothing(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = HFEagle3TargetModel.generate_batch
 
-    def broken(target: HFEagle3TargetModel, *rows: Any) -> Eagle3TargetBatch:
-        batch = plain(target, *rows)
+    def broken(target: HFEagle3TargetModel, **rows: Any) -> Eagle3TargetBatch:
+        batch = plain(target, **rows)
         batch.aux_hidden_states[0, 0, 0] = torch.nan
         return batch
 

@@ -19,6 +19,7 @@ from eaglefeed.consumer.checkpoint import (
 )
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.draft_config import DraftConfig
+from eaglefeed.consumer.state import StreamState
 from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
 from eaglefeed.errors import ContractMismatch, SchemaError, SchemaVersionError, StorageError, StoreFull
 from eaglefeed.schema.batch import Eagle3TargetBatch
@@ -62,7 +63,7 @@ def trained(steps: int = 2) -> DraftTrainer:
 def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     one, other = trained(), make_trainer(seed=5)
     path = save_checkpoint(tmp_path / "new" / "folder", one, contract="c")
-    assert load_checkpoint(path, other, contract="c") == (2, ())
+    assert load_checkpoint(path, other, contract="c") == {"run": "", "queue": "samples", "step": 2, "seen": []}
     assert other.step_count == 2
     assert one.step([make_batch(7)]) == other.step([make_batch(7)])
     for mine, theirs in zip(one.draft.parameters(), other.draft.parameters(), strict=True):
@@ -71,13 +72,14 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -
 
 def test_an_untrained_trainer_can_be_saved_and_restored(tmp_path: Path) -> None:
     path, other = save_checkpoint(tmp_path, make_trainer(), contract="c"), trained()
-    assert load_checkpoint(path, other, contract="c") == (0, ())
+    assert load_checkpoint(path, other, contract="c") == {"run": "", "queue": "samples", "step": 0, "seen": []}
     assert other.step([make_batch(0)]) == make_trainer().step([make_batch(0)])
 
 
 def test_a_checkpoint_holds_the_samples_that_no_commit_has_settled(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, trained(), contract="c", seen=["p-7", 'odd "id" \u00e9'])
-    assert load_checkpoint(path, make_trainer(), contract="c").seen == ("p-7", 'odd "id" \u00e9')
+    state = StreamState(run="demo", queue="samples.e3", step=2, seen=["p-7", 'odd "id" \u00e9'])
+    path = save_checkpoint(tmp_path, trained(), contract="c", stream=state)
+    assert load_checkpoint(path, make_trainer(), contract="c") == state
 
 
 def test_a_checkpoint_of_before_there_were_commits_has_seen_nothing_more(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_a_checkpoint_of_before_there_were_commits_has_seen_nothing_more(tmp_pat
     path = save_checkpoint(tmp_path, one, contract="c")
     metadata = {"format": "eaglefeed-checkpoint-1", "step": "2", "contract": "c", "config": one.draft.config.to_json()}
     save_file(one.state_tensors(), path, metadata)
-    assert load_checkpoint(path, make_trainer(), contract="c") == (2, ())
+    assert load_checkpoint(path, make_trainer(), contract="c") == {"run": "", "queue": "samples", "step": 2, "seen": []}
 
 
 @pytest.mark.parametrize("seen", ["", "7", '{"a": 1}', "[1]"])
@@ -104,7 +106,7 @@ def test_a_checkpoints_name_tells_its_step(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_was_set_aside_is_none_any_more(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, trained(), contract="c")
-    assert set_aside(path).is_file()
+    assert set_aside(path, "damaged").is_file()
     assert list_checkpoints(tmp_path) == []
 
 
@@ -177,6 +179,22 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, make_trainer(replace(CONFIG, intermediate_size=16)), contract="c")
 
 
+def test_a_checkpoint_of_a_vocabulary_map_of_another_size_is_refused_with_both(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained(), contract="c")
+    wanted = r'wanted \{"draft_vocab_size": 7\}, got \{"draft_vocab_size": 6\}'
+    with pytest.raises(ContractMismatch, match=wanted):
+        load_checkpoint(path, make_trainer(replace(CONFIG, draft_vocab_size=7)), contract="c")
+
+
+def test_a_checkpoint_of_another_map_of_the_same_size_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path, other = save_checkpoint(tmp_path, trained(), contract="c"), make_trainer(seed=3)
+    other.draft.t2d.copy_(other.draft.t2d.flip(0))
+    before = [parameter.clone() for parameter in other.draft.parameters()]
+    with pytest.raises(ContractMismatch, match="another vocabulary map of the same size"):
+        load_checkpoint(path, other, contract="c")
+    assert all(torch.equal(*pair) for pair in zip(before, other.draft.parameters(), strict=True))
+
+
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
     with pytest.raises(SchemaVersionError, match="not a checkpoint"):
@@ -193,5 +211,5 @@ def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path) -> None
         "config": make_trainer().draft.config.to_json(),
     }
     save_file(weights, path, metadata)
-    with pytest.raises(SchemaError, match=r"optimizer\.fc\.weight\.exp_avg"):
+    with pytest.raises(ContractMismatch, match=r"optimizer\.fc\.weight\.exp_avg"):
         load_checkpoint(path, make_trainer(), contract="c")

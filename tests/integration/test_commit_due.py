@@ -6,7 +6,7 @@ import pytest
 
 import pipeline
 from eaglefeed.clock import SYSTEM_CLOCK
-from eaglefeed.consumer import prefetch
+from eaglefeed.consumer import leasing
 from eaglefeed.consumer.room import check_room
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.errors import ConfigError
@@ -18,7 +18,7 @@ FULL_AT_TWO = QueueLimits(high_count=2, low_count=1)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
+    monkeypatch.setattr(leasing, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
 
 
 def _run(num_samples: int) -> pipeline.Run:
@@ -93,12 +93,12 @@ def test_a_high_mark_below_what_a_trainer_holds_is_refused_with_the_arithmetic()
     run = pipeline.Run()
     run.samples.configure(QueueLimits(high_count=9, low_count=1))
     with pytest.raises(ConfigError) as caught:
-        check_room(run.samples, consumer="t", lease_batch=3, prefetch=5, samples_per_step=2)
-    assert "at least 10 = 1 trainers x (lease_batch 3 + prefetch 5 + samples_per_step 2), got 9" in str(caught.value)
+        check_room(run.samples, consumer="t", round_size=2, prefetch=4)
+    assert "at least 10 = 1 trainers x (4 + 1 rounds of 2), got 9" in str(caught.value)
     assert "raise queue.high_count to at least 10, or lower train.prefetch" in caught.value.fix
     assert run.samples.stats().workers == {}
     run.samples.configure(QueueLimits(high_count=10, low_count=1))
-    check_room(run.samples, consumer="t", lease_batch=3, prefetch=5, samples_per_step=2)
+    check_room(run.samples, consumer="t", round_size=2, prefetch=4)
 
 
 def test_every_living_trainer_needs_its_room() -> None:
@@ -112,7 +112,7 @@ def test_every_living_trainer_needs_its_room() -> None:
 
     run.samples.stats = stats  # type: ignore[method-assign,assignment]
     with pytest.raises(ConfigError, match="at least 12 = 2 trainers x"):
-        check_room(run.samples, consumer="t", lease_batch=2, prefetch=2, samples_per_step=2, clock=run.clock)
+        check_room(run.samples, consumer="t", round_size=2, prefetch=2, clock=run.clock)
 
 
 def test_a_dead_trainers_room_is_waited_for() -> None:
@@ -120,5 +120,5 @@ def test_a_dead_trainers_room_is_waited_for() -> None:
     run.samples.configure(QueueLimits(high_count=10, low_count=1))
     run.samples.beat("trainer", "killed just now")
     before_s = run.clock.time()
-    check_room(run.samples, consumer="t", lease_batch=2, prefetch=2, samples_per_step=2, clock=run.clock)
+    check_room(run.samples, consumer="t", round_size=2, prefetch=2, clock=run.clock)
     assert run.clock.time() - before_s >= 30

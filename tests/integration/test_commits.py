@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 import pipeline
-from eaglefeed.consumer import prefetch
+from eaglefeed.consumer import leasing
+from eaglefeed.consumer.state import StreamState
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.errors import QueueUnavailable, StaleLease, StorageError
 from eaglefeed.queue.base import Lease, QueueItem, QueueLimits
@@ -21,7 +22,7 @@ from eaglefeed.storage.memory import MemoryStore
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
+    monkeypatch.setattr(leasing, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
 
 
 def _run(num_samples: int = 6) -> pipeline.Run:
@@ -78,11 +79,12 @@ def test_the_state_holds_what_was_acknowledged_since_the_last_commit(stream: Sam
     for step in (1, 2, 3):
         stream.take(2)
         stream.ack(step)
-    assert stream.state_dict() == {"seen": ["p-0", "p-1", "p-2", "p-3", "p-4", "p-5"]}
+    seen = [f"p-{index}" for index in range(6)]
+    assert stream.state_dict() == {"run": "run", "queue": "samples", "step": 3, "seen": seen}
     stream.commit(2)
-    assert stream.state_dict() == {"seen": ["p-4", "p-5"]}
+    assert stream.state_dict()["seen"] == ["p-4", "p-5"]
     stream.commit(3)
-    assert stream.state_dict() == {"seen": []}
+    assert stream.state_dict()["seen"] == []
 
 
 def test_the_state_leaves_out_what_was_stale(run: pipeline.Run) -> None:
@@ -92,7 +94,7 @@ def test_the_state_leaves_out_what_was_stale(run: pipeline.Run) -> None:
         assert isinstance(run.samples.lease(1, visibility_timeout_s=60, consumer="other"), Lease)
         assert stream.ack(1) == 0
         assert stream.stats.stale == 6
-        assert stream.state_dict() == {"seen": []}
+        assert stream.state_dict()["seen"] == []
 
 
 def test_what_is_drained_may_still_wait_for_its_commit(run: pipeline.Run, stream: SampleStream) -> None:
@@ -116,8 +118,10 @@ def test_after_a_restore_the_later_acks_come_again_first_and_the_earlier_never(r
         for step in (1, 2):
             stream.take(2)
             stream.ack(step)
-        session = run.samples.restore(1)
-    with SampleStream(run.samples, run.store, consumer="t", session=session) as stream:
+        stream.commit(1)
+        state = stream.state_dict() | {"step": 1, "seen": []}
+    with SampleStream(run.samples, run.store, consumer="t") as stream:
+        stream.load_state_dict(state)
         assert _ids(stream.take(9, linger_s=0.1)) == ["p-2", "p-3", "p-4", "p-5"]
         assert stream.stats.redelivered == 0
 
@@ -128,14 +132,15 @@ def test_a_trainer_whose_successor_restored_the_queue_must_stop(run: pipeline.Ru
         paused.take(1)
         paused.ack(1)
         paused.take(1)
-        session = run.samples.restore(0)
+        successor = SampleStream(run.samples, run.store, consumer="successor")
+        successor.load_state_dict(successor.state_dict())
         calls = {"take": lambda: [paused.take(1) for _ in range(9)], "ack": lambda: paused.ack(2)}
         with pytest.raises(StaleLease, match="session is over"):
             calls.get(call, lambda: paused.commit(1))()
         assert paused.ended
         with pytest.raises(StaleLease):
             paused.take(1)
-        with SampleStream(run.samples, run.store, consumer="successor", session=session) as successor:
+        with successor:
             assert _ids(successor.take(6)) == [f"p-{index}" for index in range(6)]
             assert successor.ack(1) == 6
             with pytest.raises(StaleLease):
@@ -279,18 +284,18 @@ def test_a_loop_of_ones_own_learns_every_sample_once(
     run: pipeline.Run, example: ModuleType, killed_in: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: list[str] = []
-    saved: tuple[int, list[str], list[str]] = (0, [], [])
+    saved: tuple[StreamState | None, list[str]] = (None, [])
 
     def learn(batches: list[Eagle3TargetBatch]) -> None:
         if killed_in == "learn" and model:
             _die()
         model.extend(_ids(batches))
 
-    def save(step: int, seen: list[str]) -> None:
+    def save(state: StreamState) -> None:
         nonlocal saved
         if killed_in == "save":
             _die()
-        saved = (step, seen, list(model))
+        saved = (state, list(model))
 
     take = SampleStream.take
     monkeypatch.setattr(SampleStream, "take", lambda stream, n, **_: take(stream, 4, linger_s=0.1))
@@ -299,10 +304,10 @@ def test_a_loop_of_ones_own_learns_every_sample_once(
             patch.setattr(SampleStream, "commit", _die)
         with pytest.raises(KeyboardInterrupt):
             example.train_with_checkpoints(stream, learn, save)
-    step, seen, model = saved
+    state, model = saved
     killed_in = "nowhere"
-    session = run.samples.restore(step, seen=seen)
-    with SampleStream(run.samples, run.store, consumer="t", session=session) as stream:
+    with SampleStream(run.samples, run.store, consumer="t") as stream:
+        stream.load_state_dict(state or stream.state_dict())
         example.train_with_checkpoints(stream, learn, save)
-    assert saved[2] == [f"p-{index}" for index in range(6)]
+    assert saved[1] == [f"p-{index}" for index in range(6)]
     assert (run.samples.stats().done, _shards(run)) == (6, set())

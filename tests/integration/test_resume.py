@@ -12,14 +12,14 @@ from torch import Tensor
 import draft_samples
 import pipeline
 import samples
-from eaglefeed.consumer import checkpoint, prefetch
+from eaglefeed.consumer import checkpoint, leasing
 from eaglefeed.consumer.checkpoint import list_checkpoints
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.resume import resume
 from eaglefeed.consumer.run import TrainingRun
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer
-from eaglefeed.errors import ContractMismatch, QueueError, SchemaVersionError, StorageError
+from eaglefeed.errors import ConfigError, ContractMismatch, QueueError, SchemaVersionError, StorageError
 from eaglefeed.queue.base import Lease, LeaseQueue
 from eaglefeed.storage.base import FeatureStore
 
@@ -30,7 +30,7 @@ CONFIG = replace(draft_samples.CONFIG, **SIZES, vocab_size=pipeline.VOCAB, draft
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
+    monkeypatch.setattr(leasing, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand
 
 
 class KilledError(BaseException):
@@ -51,17 +51,22 @@ def _run() -> pipeline.Run:
 def _train(run: pipeline.Run, folder: Path, *, every: int = 3, keep: int = 2) -> dict[str, Tensor]:
     """One life of a trainer; returns the weights."""
     trainer = _trainer()
-    session = resume(folder, trainer, run.samples, contract="c")
-    with SampleStream(run.samples, run.store, consumer="t", session=session, clock=run.clock) as stream:
+    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
+        resume(folder, trainer, stream, contract="c")
         options: dict[str, Any] = {"checkpoint_every": every, "keep_checkpoints": keep}
         try:
             TrainingRun(trainer, stream, folder, contract="c", **options).train()
         except KilledError:
             stream.stop()
-            stream._prefetcher.join(10)
+            stream._taker.join(10)
             stream._holdings.drain()  # what a killed process holds stays leased
             raise
     return trainer.draft.state_dict()
+
+
+def _resume(folder: Path, trainer: DraftTrainer, run: pipeline.Run, **options: Any) -> None:
+    with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
+        resume(folder, trainer, stream, **({"contract": "c"} | options))
 
 
 def _train_until_killed(run: pipeline.Run, folder: Path, step: int, **options: int) -> None:
@@ -196,7 +201,7 @@ def test_a_checkpoint_before_the_committed_step_is_refused_and_nothing_is_change
     trainer = _trainer()
     run.samples.commit(8, session=before.session)
     with pytest.raises(QueueError, match="8"):
-        resume(tmp_path, trainer, run.samples, contract="c")
+        _resume(tmp_path, trainer, run)
     after = run.samples.stats()
     assert (after.session, after.committed_step, after.tentative) == (before.session, 8, 1)
     assert (tmp_path / "step-000000009.safetensors").is_file()
@@ -209,7 +214,7 @@ def test_without_a_checkpoint_that_can_be_read_nothing_is_restored(tmp_path: Pat
         _damage(path)
     session = run.samples.stats().session
     with pytest.raises(StorageError, match=r"step-000000003\.safetensors: not a safetensors file"):
-        resume(tmp_path, _trainer(), run.samples, contract="c")
+        _resume(tmp_path, _trainer(), run)
     assert run.samples.stats().session == session
     assert len(list_checkpoints(tmp_path)) == 2
 
@@ -225,9 +230,40 @@ def test_a_whole_checkpoint_of_something_else_is_refused_and_left_alone(tmp_path
     names = [path.name for path in list_checkpoints(tmp_path)]
     session = run.samples.stats().session
     with pytest.raises(error):
-        resume(tmp_path, _trainer(), run.samples, contract=contract)
+        _resume(tmp_path, _trainer(), run, contract=contract)
     assert run.samples.stats().session == session
     assert [path.name for path in list_checkpoints(tmp_path)] == names
+
+
+def test_the_checkpoints_of_another_contract_are_refused_with_the_fields_that_differ(tmp_path: Path) -> None:
+    run = _run()
+    contract = pipeline.contract(max_length=16)
+    _resume(tmp_path, _trainer(), run, contract=contract)
+    checkpoint.save_checkpoint(tmp_path, _trainer(), contract=contract.id)
+    session = run.samples.stats().session
+    with pytest.raises(ContractMismatch, match=r"dtype.*float32.*bfloat16|dtype.*bfloat16.*float32"):
+        _resume(tmp_path, _trainer(), run, contract=pipeline.contract(max_length=16, dtype="bfloat16"))
+    assert run.samples.stats().session == session
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    run = _run()
+    _train_until_killed(run, tmp_path, 8)
+    newest = list_checkpoints(tmp_path)[-1]
+    tensors, metadata = checkpoint.read_safetensors(newest)
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("draft.")}
+    checkpoint.write_safetensors(newest, weights, metadata)
+    with pytest.raises(ContractMismatch, match=r"optimizer\.fc\.weight\.exp_avg"):
+        _resume(tmp_path, _trainer(), run)
+    assert newest in list_checkpoints(tmp_path)
+
+
+def test_a_step_that_no_checkpoint_is_of_cannot_be_gone_back_to(tmp_path: Path) -> None:
+    run = _run()
+    _train_until_killed(run, tmp_path, 8)
+    with pytest.raises(ConfigError, match="wanted step 5, got 3, 6"):
+        _resume(tmp_path, _trainer(), run, from_step=5)
+    assert len(list_checkpoints(tmp_path)) == 2
 
 
 def test_a_server_that_lost_acks_is_told_by_the_checkpoint(tmp_path: Path, straight: dict[str, Tensor]) -> None:
@@ -245,6 +281,8 @@ def test_a_start_without_checkpoints_opens_a_session_at_step_0(tmp_path: Path) -
     run = _run()
     lease = run.samples.lease(4, visibility_timeout_s=60, consumer="died")
     assert isinstance(lease, Lease)
-    session = resume(tmp_path / "nothing there", _trainer(), run.samples, contract="c")
+    before = run.samples.stats().session
+    _resume(tmp_path / "nothing there", _trainer(), run)
     stats = run.samples.stats()
-    assert (stats.session, stats.committed_step, stats.ready) == (session, 0, NUM_SAMPLES)
+    assert stats.session > before
+    assert (stats.committed_step, stats.ready) == (0, NUM_SAMPLES)

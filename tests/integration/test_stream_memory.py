@@ -162,7 +162,7 @@ def test_a_close_ends_the_wait_for_a_buffer_and_gives_everything_back() -> None:
     run = _run(8)
     with _exhausted(run) as (stream, _kept):
         stream.close()
-        assert not stream._prefetcher._thread.is_alive()
+        assert not stream._taker._prefetcher._thread.is_alive()
     assert (run.samples.stats().ready, run.samples.stats().dead, stream.stats.retried) == (8, 0, 0)
 
 

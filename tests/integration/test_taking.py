@@ -57,7 +57,7 @@ def test_what_a_take_that_raised_had_in_hand_is_never_settled_and_not_lost(
         assert stream.ack(step) == len(learned) == 1
         assert stream.stats.delivered == 1
         if step is not None:
-            assert stream.state_dict() == {"seen": learned}
+            assert stream.state_dict() == {"run": "run", "queue": "samples", "step": step, "seen": learned}
             stream.commit(step)
     assert (run.samples.stats().done, run.samples.stats().ready) == (1, 5)
     monkeypatch.undo()

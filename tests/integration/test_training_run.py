@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import draft_samples
 import pipeline
@@ -15,10 +16,19 @@ import samples
 from eaglefeed.clock import ManualClock
 from eaglefeed.consumer.checkpoint import list_checkpoints
 from eaglefeed.consumer.draft import Eagle3Draft
+from eaglefeed.consumer.loss import DraftOutput
 from eaglefeed.consumer.run import TrainingRun, load_run_assets, only_trainer_of, wait_for_run
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
-from eaglefeed.errors import ConfigError, SampleMissing, StaleLease, TargetUnavailable
+from eaglefeed.errors import (
+    ConfigError,
+    SampleCorrupt,
+    SampleMissing,
+    StaleLease,
+    StorageError,
+    StoreFull,
+    TargetUnavailable,
+)
 from eaglefeed.queue.base import AckResult, Lease, QueueLimits
 from eaglefeed.storage.memory import MemoryStore
 
@@ -54,8 +64,8 @@ def test_several_samples_make_one_step(run: pipeline.Run, tmp_path: Path) -> Non
     assert run.samples.stats().done == 10
 
 
-def _counts(run: pipeline.Run, stats: list[tuple[int, int]]) -> Callable[[StepResult], None]:
-    def look(result: StepResult) -> None:
+def _counts(run: pipeline.Run, stats: list[tuple[int, int]]) -> Callable[[StepResult, object], None]:
+    def look(_result: StepResult, _row: object) -> None:
         now = run.samples.stats()
         stats.append((now.tentative, now.done))
 
@@ -83,7 +93,7 @@ def test_a_drained_queue_gets_its_newest_checkpoint_committed(run: pipeline.Run,
 
 def test_a_stop_saves_what_was_trained_and_leaves_earlier_checkpoints_usable(run: pipeline.Run, tmp_path: Path) -> None:
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
-        stop = {"on_step": lambda result: stream.stop() if result.step == 5 else None}
+        stop = {"on_step": lambda result, _row: stream.stop() if result.step == 5 else None}
         assert TrainingRun(_trainer(), stream, tmp_path, contract="c", checkpoint_every=3, **stop).train() == 5
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "step-000000003.safetensors",
@@ -101,7 +111,7 @@ def test_a_stop_before_the_first_checkpoint_settles_what_was_trained(run: pipeli
             tmp_path,
             contract="c",
             checkpoint_every=100,
-            on_step=lambda result: stream.stop() if result.step == 3 else None,
+            on_step=lambda result, _row: stream.stop() if result.step == 3 else None,
         )
         assert training.train() == 3
     assert (run.samples.stats().done, run.samples.stats().ready) == (3, 7)
@@ -122,7 +132,7 @@ def test_a_stop_while_it_waits_leaves_earlier_checkpoints_usable(tmp_path: Path)
     run = _open_run(4)
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
 
-        def stop_soon(result: StepResult) -> None:
+        def stop_soon(result: StepResult, _row: object) -> None:
             if result.step == 4:
                 threading.Timer(0.3, stream.stop).start()
 
@@ -181,7 +191,7 @@ def test_the_history_counts_what_came_again_and_what_was_stale(run: pipeline.Run
 
     run.samples.ack = ack  # type: ignore[method-assign,assignment]
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
-        stop = {"on_step": lambda result: stream.stop() if result.step == 4 else None}
+        stop = {"on_step": lambda result, _row: stream.stop() if result.step == 4 else None}
         TrainingRun(_trainer(), stream, tmp_path, contract="c", **stop).train()
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -189,14 +199,74 @@ def test_the_history_counts_what_came_again_and_what_was_stale(run: pipeline.Run
     assert [row["stale"] for row in rows] == [0, 0, 1, 1]
 
 
+def test_a_loss_that_is_no_number_stops_the_run_with_the_rounds_ids_and_settles_nothing_of_it(
+    run: pipeline.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer()
+    plain, calls = trainer.draft.forward, iter(range(100))
+
+    def forward(**inputs: torch.Tensor) -> DraftOutput:
+        output = plain(**inputs)
+        return output._replace(loss_sum=output.loss_sum * float("nan")) if next(calls) == 5 else output
+
+    monkeypatch.setattr(trainer.draft, "forward", forward)
+    with pytest.raises(SampleCorrupt, match=r"^p-4, p-5: loss is not finite, no weight was changed.* nan in p-5"):
+        _train(run, tmp_path, trainer, samples_per_step=2, checkpoint_every=1)
+    stats = run.samples.stats()
+    assert (stats.done + stats.tentative, stats.ready, trainer.step_count) == (4, 6, 2)
+    assert all(bool(weight.isfinite().all()) for weight in trainer.draft.parameters())
+
+
+def test_samples_of_a_step_are_padded_together_as_asked(run: pipeline.Run, tmp_path: Path) -> None:
+    rows: list[int] = []
+    trainer = _trainer()
+    plain = trainer.draft.forward
+
+    def forward(**inputs: torch.Tensor) -> DraftOutput:
+        rows.append(len(inputs["input_ids"]))
+        return plain(**inputs)
+
+    trainer.draft.forward = forward  # type: ignore[method-assign,assignment]
+    assert _train(run, tmp_path, trainer, samples_per_step=4, samples_per_batch=2) == 3
+    assert rows == [2, 2, 2, 2, 2]
+
+
+def test_who_acknowledges_each_step_for_good_writes_no_checkpoint(run: pipeline.Run, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    assert _train(run, tmp_path, _trainer(), ack_policy="step", checkpoint_every=2, on_step=_counts(run, seen)) == 10
+    assert seen == [(0, step) for step in range(1, 11)]
+    assert (list_checkpoints(tmp_path), list(run.store.scan())) == ([], [])
+
+
 def test_a_trainer_ends_when_its_successor_has_restored_the_queue(run: pipeline.Run, tmp_path: Path) -> None:
-    def restore(result: StepResult) -> None:
+    def restore(result: StepResult, _row: object) -> None:
         if result.step == 3:
             run.samples.restore(0)
 
     with pytest.raises(StaleLease, match="session is over"):
         _train(run, tmp_path, _trainer(), checkpoint_every=4, on_step=restore)
     assert (run.samples.stats().ready, run.samples.stats().done) == (10, 0)
+
+
+def test_a_history_that_cannot_be_written_is_no_traceback(run: pipeline.Run, tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StoreFull, match=r"history\.jsonl"):
+        _train(run, tmp_path, _trainer())
+    (tmp_path / "history.jsonl").unlink()
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"history\.jsonl"):
+        _train(run, tmp_path, _trainer())
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".step-000000002.safetensors.0a1b2c3d.tmp").write_bytes(b"half")
+    (tmp_path / ".export-000000002.0a1b2c3d.tmp").mkdir()
+    (tmp_path / ".export-000000002.0a1b2c3d.tmp" / "model.safetensors").write_bytes(b"half")
+    for name in ("step-000000001.safetensors", "damaged-step-000000003.safetensors", "notes.tmp"):
+        (tmp_path / name).write_bytes(b"kept")
+    with only_trainer_of(tmp_path):
+        left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["damaged-step-000000003.safetensors", "notes.tmp", "step-000000001.safetensors", "trainer.lock"]
 
 
 def _hold(folder: Path, ready: "multiprocessing.synchronize.Event", end: "multiprocessing.synchronize.Event") -> None:

@@ -8,6 +8,7 @@ import torch
 
 import pipeline
 from eaglefeed.consumer.backend_stream import BackendStream
+from eaglefeed.consumer.state import StreamState
 from eaglefeed.consumer.walk import is_place
 from eaglefeed.errors import InputError, SampleCorrupt, SchemaError, TargetError, TargetUnavailable
 from eaglefeed.schema.batch import Eagle3TargetBatch
@@ -128,15 +129,16 @@ def test_it_goes_on_behind_what_was_acknowledged_with_every_prompt_once(acked: i
         while len(before) < acked and not stream.ended:
             before += _ids(stream.take(1))
             stream.ack()
-    seen = stream.state_dict()["seen"]
-    with BackendStream(servers, _prompts(7), seen=seen, depth=2) as stream:
+    state = stream.state_dict()
+    with BackendStream(servers, _prompts(7), depth=2) as stream:
+        stream.load_state_dict(state)
         after = _rest(stream)
     assert before + after == [f"p-{index}" for index in range(7) if index not in refused]
 
 
 def test_a_place_is_short_however_many_were_seen() -> None:
     with BackendStream(EchoServers(), _prompts(40)) as stream:
-        assert stream.state_dict() == {"seen": []}
+        assert stream.state_dict() == {"run": "", "queue": "", "step": 0, "seen": []}
         _rest(stream, 8)
     seen = stream.state_dict()["seen"]
     assert is_place(seen)
@@ -145,14 +147,15 @@ def test_a_place_is_short_however_many_were_seen() -> None:
     assert not is_place([])
 
 
-def _place_behind(count: int) -> list[str]:
+def _place_behind(count: int) -> StreamState:
     with BackendStream(EchoServers(), _prompts(count)) as stream:
         _rest(stream)
-    return stream.state_dict()["seen"]
+    return stream.state_dict()
 
 
 def test_prompts_that_were_added_behind_are_new() -> None:
-    with BackendStream(EchoServers(), _prompts(7), seen=_place_behind(5)) as stream:
+    with BackendStream(EchoServers(), _prompts(7)) as stream:
+        stream.load_state_dict(_place_behind(5))
         assert _rest(stream) == ["p-5", "p-6"]
 
 
@@ -162,11 +165,10 @@ def test_prompts_that_were_added_behind_are_new() -> None:
     ids=["fewer", "without the first", "without one", "in another order", "none"],
 )
 def test_other_prompts_than_were_seen_are_refused(prompts: list[Prompt]) -> None:
-    with (
-        BackendStream(EchoServers(), prompts, seen=_place_behind(5)) as stream,
-        pytest.raises(InputError, match="same first 5 work items"),
-    ):
-        stream.take(1)
+    with BackendStream(EchoServers(), prompts) as stream:
+        stream.load_state_dict(_place_behind(5))
+        with pytest.raises(InputError, match="same first 5 work items"):
+            stream.take(1)
 
 
 def test_a_refused_prompt_is_counted_logged_by_its_name_and_passed() -> None:
@@ -241,7 +243,9 @@ def test_a_target_that_fails_ends_the_stream_and_gives_up_the_rest(error: Except
         assert stream.ack() == 0  # of the step that did not become whole
         if kind is TargetError:
             assert "p-2" in str(raised.value)
-    with BackendStream(EchoServers(), _prompts(9), seen=stream.state_dict()["seen"]) as stream:
+    state = stream.state_dict()
+    with BackendStream(EchoServers(), _prompts(9)) as stream:
+        stream.load_state_dict(state)
         assert _rest(stream) == [f"p-{index}" for index in range(1, 9)]
 
 
@@ -260,7 +264,9 @@ def test_a_stop_in_a_step_gives_up_that_step_and_what_is_under_way() -> None:
         assert stream.take(4) == []
         assert (stream.ended, stream.drained) == (True, False)
     assert servers.under_way == set()
-    with BackendStream(EchoServers(), _prompts(9), seen=stream.state_dict()["seen"]) as stream:
+    state = stream.state_dict()
+    with BackendStream(EchoServers(), _prompts(9)) as stream:
+        stream.load_state_dict(state)
         assert _rest(stream, 2) == [f"p-{index}" for index in range(2, 9)]
 
 

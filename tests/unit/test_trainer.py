@@ -52,6 +52,14 @@ def test_equal_batches_give_equal_weights_bit_for_bit() -> None:
     assert equal(weights(one), weights(other))
 
 
+def test_bfloat16_products_leave_weights_moments_and_losses_in_float32() -> None:
+    exact, fast = make_trainer(), DraftTrainer(make_draft(), SETTINGS, dtype=torch.bfloat16)
+    wanted, got = (trainer.step([make_batch()]) for trainer in (exact, fast))
+    assert got.loss != wanted.loss
+    assert got.loss == pytest.approx(wanted.loss, rel=0.02)
+    assert {tensor.dtype for tensor in fast.state_tensors().values()} == {torch.float32}
+
+
 def test_accumulated_batches_weigh_every_supervised_position_the_same() -> None:
     batch = make_batch()
     mask = batch.position_mask.clone()
@@ -93,7 +101,7 @@ def test_a_batch_that_is_not_finite_is_named_and_spoils_no_weight(value: float) 
     trainer, bad = make_trainer(), make_batch(sample_id="bad")
     bad.aux_hidden_states[1, 3] = value
     before = weights(trainer)
-    with pytest.raises(SampleCorrupt, match=r"^bad-0, bad-1: loss is not finite"):
+    with pytest.raises(SampleCorrupt, match=r"^s-0, s-1, bad-0, bad-1: loss is not finite.*got nan in bad-0, bad-1"):
         trainer.step([make_batch(), bad])
     assert equal(weights(trainer), before)
     clean = make_trainer()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from eaglefeed import __version__
-from eaglefeed.cli import answers, bench, demo, feed, produce, queue, serve_target, store, train, validate, vocab
+from eaglefeed.cli import answers, bench, data, demo, feed, produce, queue, serve_target, store, train, validate, vocab
 from eaglefeed.errors import (
     BuffersHeld,
     ConfigError,
@@ -18,6 +18,7 @@ from eaglefeed.errors import (
     NoProducers,
     QueueClosed,
     QueueUnavailable,
+    RankGone,
     SampleCorrupt,
     SampleMissing,
     SchemaError,
@@ -38,6 +39,7 @@ EXIT_CODES: tuple[tuple[type[EaglefeedError], int], ...] = (
     (QueueUnavailable, 4),
     (UnsafeServer, 4),
     (NoProducers, 4),
+    (RankGone, 4),
     (SampleMissing, 1),
     (BuffersHeld, 1),
     (StorageError, 4),
@@ -64,6 +66,7 @@ app.command("serve-target")(serve_target.serve_target)
 app.command("validate")(validate.validate)
 app.add_typer(queue.app, name="queue")
 app.add_typer(store.app, name="store")
+app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,7 +1,5 @@
 """`eaglefeed train`: the reference trainer, on a run's samples or straight on a target."""
 
-import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -14,20 +12,21 @@ from eaglefeed.cli.common import (
     RunOption,
     StoreOption,
     TargetOption,
-    emit,
     read_settings,
-    stop_on_signals,
 )
-from eaglefeed.config import Settings
+from eaglefeed.config import LaunchedRank, Settings, launched_rank
 from eaglefeed.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from eaglefeed.consumer.run import BatchSource, RunAssets
-    from eaglefeed.consumer.trainer import DraftTrainer, StepResult
+    from eaglefeed.consumer.ranks import Ranks
+    from eaglefeed.consumer.run import RunAssets
+    from eaglefeed.consumer.source import BatchSource
+    from eaglefeed.consumer.trainer import DraftTrainer
 
 __all__ = ["TrainSource", "build_trainer", "check_usage", "train"]
 
@@ -44,10 +43,12 @@ class TrainSource(Protocol):
     Args:
         assets: what is known of the target.
         idle_s: TrainingRun's.
+        has_room: whether producers may go on; None where there is no queue that they wait for.
     """
 
     assets: "RunAssets"
     idle_s: float | None
+    has_room: "Callable[[], bool] | None"
 
     def stream(self, trainer: "DraftTrainer") -> "AbstractContextManager[BatchSource]":
         """Take over the newest checkpoint, and open the stream that goes on from there."""
@@ -59,8 +60,8 @@ class TrainSource(Protocol):
         """What else the command tells: as a document, and as lines."""
 
 
-def check_usage(settings: Settings, conversations: Path | None) -> None:
-    """Check that conversations are given where there is no queue, and only there.
+def check_usage(settings: Settings, conversations: Path | None, launched: LaunchedRank) -> None:
+    """Check that conversations are given where there is no queue, and only there, and to one process.
 
     Raises:
         ConfigError: says what to pass.
@@ -73,6 +74,10 @@ def check_usage(settings: Settings, conversations: Path | None) -> None:
     if backend != "stream" and conversations is None:
         what, fix = "no conversations to train on", f"eaglefeed train CONVERSATIONS --target-backend {backend}"
         raise ConfigError(what, subject=backend, wanted="a JSONL file", fix=fix)
+    if backend != "stream" and launched.world_size > 1:
+        what, fix = "only a stream is shared by the ranks of a job", "start it without torchrun, or feed and produce"
+        wanted, got = "a job of 1 rank", f"rank {launched.rank} of {launched.world_size}"
+        raise ConfigError(what, subject=f"train.target_backend={backend}", wanted=wanted, got=got, fix=fix)
     if backend == "remote" and not settings.train.remote_urls:
         fix = "pass --remote-urls http://HOST:PORT, where `eaglefeed serve-target` listens"
         raise ConfigError("no address of a target server", subject="train.remote_urls", fix=fix)
@@ -95,6 +100,8 @@ def train(
 ) -> None:
     """Train a draft on the run's samples until they are drained, and export it for servers.
 
+    Under torchrun all processes train one draft together: torchrun --nproc-per-node 2 -m eaglefeed train run.id=RUN
+
     With --target-backend colocated or remote there is no queue: it trains on CONVERSATIONS, which the target answers.
     """
     settings = read_settings(
@@ -110,70 +117,22 @@ def train(
         train__target_prefetch_depth=target_prefetch_depth,
         draft__vocab=vocab,
     )
-    check_usage(settings, conversations)
-    import torch
+    launched = launched_rank()
+    check_usage(settings, conversations, launched)
+    from eaglefeed.cli.train_run import run_training
 
-    from eaglefeed.consumer.run import TrainingRun, only_trainer_of
-
-    if settings.train.num_threads:
-        torch.set_num_threads(settings.train.num_threads)
-    stop = threading.Event()
-    with _source(settings, conversations, stop) as source, stop_on_signals(stop.set):
-        if source is None:
-            emit(as_json, {"steps": 0, "drained": False}, ["stopped before the run had its first sample"])
-            return
-        trainer = build_trainer(settings, source.assets)
-        with (
-            only_trainer_of(settings.train_output),
-            source.stream(trainer) as stream,
-            stop_on_signals(stream.stop),
-        ):
-            if stop.is_set():
-                stream.stop()
-            training = TrainingRun(
-                trainer,
-                stream,
-                settings.train_output,
-                contract=source.assets.contract.id,
-                samples_per_step=settings.train.samples_per_step,
-                checkpoint_every=settings.train.checkpoint_every,
-                keep_checkpoints=settings.train.keep_checkpoints,
-                idle_s=source.idle_s,
-                on_step=_say_step,
-            )
-            steps = training.train()
-            drained = source.drained(stream)
-        document, lines = source.report()
-    document |= asdict(stream.stats) | {"steps": steps, "step": trainer.step_count, "drained": drained}
-    acked, dead = stream.stats.acked, stream.stats.dead
-    lines.append(f"trained {steps} steps on {acked} samples, at step {trainer.step_count}, {dead} dead")
-    if drained:
-        document["draft"] = str(_export(settings, trainer, source.assets))
-        lines.append(f"draft for servers: {document['draft']}")
-    else:
-        lines.append("stopped before the samples were drained: start it again to go on")
-    emit(as_json, document, lines)
+    run_training(settings, conversations, launched, as_json=as_json)
 
 
-def _source(
-    settings: Settings, conversations: Path | None, stop: threading.Event
-) -> "AbstractContextManager[TrainSource | None]":
-    if conversations is None:
-        from eaglefeed.cli.train_stream import run_source
-
-        return run_source(settings, stop)
-    from eaglefeed.cli.train_backends import target_source
-
-    return target_source(settings, conversations)
-
-
-def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
-    """A draft that fits the target, started from what the target knows, and its optimizer.
+def build_trainer(settings: Settings, assets: "RunAssets", ranks: "Ranks | None" = None) -> "DraftTrainer":
+    """A draft that fits the target, started from what the target knows, and its optimizer, as one of some ranks.
 
     Raises:
         SchemaError: the vocabulary map is another target's.
         ConfigError: the run has another map than the one that was given.
     """
+    import torch
+
     from eaglefeed.consumer.draft import Eagle3Draft
     from eaglefeed.consumer.draft_config import DraftConfig
     from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings
@@ -199,7 +158,8 @@ def build_trainer(settings: Settings, assets: "RunAssets") -> "DraftTrainer":
         decay_steps=settings.train.decay_steps,
         grad_clip=settings.train.grad_clip,
     )
-    return DraftTrainer(draft, optimizer, device=settings.train.device)
+    dtype = getattr(torch, settings.train.dtype)
+    return DraftTrainer(draft, optimizer, device=settings.train.device, dtype=dtype, ranks=ranks)
 
 
 def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
@@ -216,17 +176,3 @@ def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
     if of_run is not None:
         return of_run
     return given if given is not None else torch.ones(assets.contract.vocab_size, dtype=torch.bool)
-
-
-def _say_step(result: "StepResult") -> None:
-    accuracies = " ".join(f"{accuracy:.3f}" for accuracy in result.accuracies)
-    typer.echo(f"step {result.step} loss {result.loss:.4f} accuracy {accuracies}", err=True)
-
-
-def _export(settings: Settings, trainer: "DraftTrainer", assets: "RunAssets") -> Path:
-    from eaglefeed.consumer.export import export_draft
-
-    folder = settings.train_output / f"export-{trainer.step_count:09d}"
-    if folder.exists():  # of an earlier call on this finished run
-        return folder
-    return export_draft(trainer.draft, folder, target_config=assets.config, aux_layer_ids=assets.contract.aux_layer_ids)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eaglefeed.consumer.backend_stream import BackendStream
-    from eaglefeed.consumer.run import BatchSource
+    from eaglefeed.consumer.source import BatchSource
     from eaglefeed.consumer.trainer import DraftTrainer
     from eaglefeed.schema.batch import Eagle3TargetBackend
     from eaglefeed.schema.contract import RunContract
@@ -64,6 +64,7 @@ class TargetSource:
     """A TrainSource on a target's answers."""
 
     idle_s: float | None = None
+    has_room: "Callable[[], bool] | None" = None
 
     def __init__(self, settings: Settings, conversations: Path, opened: _Opened) -> None:
         from eaglefeed.consumer.run import RunAssets
@@ -86,19 +87,18 @@ class TargetSource:
     def stream(self, trainer: "DraftTrainer") -> "Iterator[BackendStream]":
         """A BackendStream behind what the newest checkpoint has seen."""
         from eaglefeed.consumer.backend_stream import BackendStream
-        from eaglefeed.consumer.resume import resume_walk
+        from eaglefeed.consumer.resume import resume
 
-        train = self._settings.train
-        seen = resume_walk(self._settings.train_output, trainer, contract=self.assets.contract)
+        train, contract = self._settings.train, self.assets.contract
         with BackendStream(
             self._opened.backend,
             self._reader.read(self._conversations, self._read),
-            seen=seen,
             depth=train.target_prefetch_depth,
             values=self._settings.store.values,
             vocab_size=self._opened.info.vocab_size,
             device=train.device,
         ) as stream:
+            resume(self._settings.train_output, trainer, stream, contract=contract, from_step=train.from_step)
             yield stream
 
     def drained(self, stream: "BatchSource") -> bool:

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -13,8 +13,9 @@ import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.holdings import StreamStats
+from eaglefeed.consumer.state import StreamState, already_begun, read_place, require_first
 from eaglefeed.consumer.target_outage import Postponed, TargetOutage
-from eaglefeed.consumer.walk import walk
+from eaglefeed.consumer.walk import Walked, walk
 from eaglefeed.errors import EaglefeedError, SampleCorrupt, SchemaError, StorageError, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.batch import BatchHandle, Eagle3TargetBackend, Eagle3TargetBatch
@@ -45,6 +46,11 @@ class _Ready(NamedTuple):
     batch: Eagle3TargetBatch
 
 
+class _Taken(NamedTuple):
+    place: str
+    sample_id: str
+
+
 class _InPlace:
     """The handle of a target that answers in place: it runs when it is waited for."""
 
@@ -61,7 +67,7 @@ class _InPlace:
 class BackendStream:
     """A target's answers to prompts, in the prompts' order; used as SampleStream's docstring shows, without a queue.
 
-    What was learned stands in checkpoints alone: `state_dict()["seen"]` goes in again as `seen`, and the stream goes on
+    What was learned stands in checkpoints alone: the `state_dict()` of one is loaded again, and the stream goes on
     behind what was acknowledged by then. Steps are made of the same samples whenever it was stopped, and whatever
     `depth` is: a step that is not complete when it stops is not handed out.
 
@@ -70,7 +76,6 @@ class BackendStream:
     Args:
         target: answers; the handles of a target with `supports_async` have deadlines.
         prompts: in an order that is the same at every start.
-        seen: `state_dict()["seen"]` of the checkpoint that training goes on from.
         depth: samples that the target works on while the loop trains; 0 for a target that answers in place. At most
             depth + 1 and a step's samples are in memory, beside those that the loop keeps.
         values: whose values are checked: every sample's, 1 in 16, or none.
@@ -85,7 +90,6 @@ class BackendStream:
         target: Eagle3TargetBackend,
         prompts: Iterable[Prompt],
         *,
-        seen: Sequence[str] = (),
         depth: int = 1,
         values: Verify = "always",
         vocab_size: int | None = None,
@@ -97,11 +101,12 @@ class BackendStream:
         self._target, self._depth = target, depth if target.supports_async else 0
         self._values, self._vocab_size, self._device, self._clock = values, vocab_size, device, clock
         self._outage = TargetOutage(outage_s, clock)
-        self._place = seen[0] if seen else ""
-        self._walk = walk(prompts, self._place)
+        self._prompts, self._place, self._step = prompts, "", 0
+        self._walk: Iterator[Walked] | None = None
         self._asked: deque[_Asked] = deque()
         self._ready: list[_Ready] = []
-        self._taken: list[str] = []
+        self._taken: list[_Taken] = []
+        self.round_ids: tuple[str, ...] = ()
         self._stop = threading.Event()
         self._walked = self._failed = self._gave_up = False
 
@@ -140,15 +145,22 @@ class BackendStream:
         if self._stop.is_set() or self._failed or (len(self._ready) < n and not is_last):
             return []
         taken, self._ready = self._ready[:n], self._ready[n:]
-        self._taken += [ready.place for ready in taken]
+        self._taken += [_Taken(ready.place, ready.batch.sample_ids[0]) for ready in taken]
+        self.round_ids = tuple(ready.batch.sample_ids[0] for ready in taken)
         self.stats.delivered += len(taken)
         return [ready.batch for ready in taken]
 
-    def ack(self, _step: int | None = None, /) -> int:
-        """All that was taken was trained on: `state_dict` says so from now on; returns how many samples."""
-        count = len(self._taken)
-        self._place = self._taken[-1] if self._taken else self._place
-        self._taken.clear()
+    def ack(self, step: int | None = None, sample_ids: Sequence[str] | None = None) -> int:
+        """What was taken was trained on, or those that were taken first; returns how many samples.
+
+        Raises:
+            ConfigError: they are others: a place in a walk has only trained samples before it.
+        """
+        if sample_ids is not None:
+            require_first(sample_ids, [taken.sample_id for taken in self._taken])
+        count = len(self._taken) if sample_ids is None else len(sample_ids)
+        self._place = self._taken[count - 1].place if count else self._place
+        self._taken, self._step = self._taken[count:], self._step if step is None else step
         self.stats.acked += count
         if self._stop.is_set():  # a server need not go on while the last checkpoint is written
             self._cancel()
@@ -158,9 +170,21 @@ class BackendStream:
         """Nothing to settle: no queue holds what was trained on."""
         return 0
 
-    def state_dict(self) -> dict[str, list[str]]:
-        """What a checkpoint keeps: `seen`, the place behind the last sample that was acknowledged, if there is one."""
-        return {"seen": [self._place] if self._place else []}
+    def state_dict(self) -> StreamState:
+        """What a checkpoint keeps: the step, and the place behind the last sample that was acknowledged."""
+        return StreamState(run="", queue="", step=self._step, seen=[self._place] if self._place else [])
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on behind what a checkpoint has seen.
+
+        Raises:
+            ConfigError: batches were taken already.
+            ContractMismatch: it is of a training on a queue.
+            SchemaError: it is no stream's state.
+        """
+        if self._walk is not None:
+            raise already_begun()
+        self._place, self._step = read_place(state)
 
     def stop(self) -> None:
         """Make `take` return nothing from now on. Safe in a signal handler."""
@@ -206,6 +230,7 @@ class BackendStream:
     def _ask_ahead(self) -> None:
         """Have `depth` samples under way behind the one that is waited for."""
         while not self._walked and len(self._asked) <= self._depth and not self._stop.is_set():
+            self._walk = self._walk or walk(self._prompts, self._place)
             walked = next(self._walk, None)
             if walked is None:
                 self._walked = True
@@ -225,8 +250,8 @@ class BackendStream:
     def _ask(self, prompt: Prompt) -> BatchHandle:
         rows = pad_prompt(prompt)
         if self._target.supports_async:
-            return self._target.generate_batch_async(*rows)
-        return _InPlace(lambda: self._target.generate_batch(*rows))
+            return self._target.generate_batch_async(**rows)
+        return _InPlace(lambda: self._target.generate_batch(**rows))
 
     def _answer(self, asked: _Asked, timeout_s: float) -> Eagle3TargetBatch:
         batch = self._result(asked, timeout_s)

@@ -3,7 +3,7 @@
 B batch · S sequence · V target vocabulary · D draft vocabulary · K ttt_steps
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eaglefeed.errors import SchemaError
 
-__all__ = ["DEPTH_WEIGHT", "DraftOutput", "Supervision", "project_supervision", "unroll_loss"]
+__all__ = ["DEPTH_WEIGHT", "DraftOutput", "Supervision", "count_supervised", "project_supervision", "unroll_loss"]
 
 DEPTH_WEIGHT = 0.8
 """Step i counts 0.8^i: a token is drafted only after all those before it were."""
@@ -97,3 +97,21 @@ def unroll_loss(
         counts.append(chosen.sum())
         correct.append((logits.argmax(-1) == targets.argmax(-1)).sum())
     return DraftOutput(loss, torch.stack(counts), torch.stack(correct))
+
+
+def count_supervised(inputs: Mapping[str, Tensor], t2d: Tensor | None = None) -> Tensor:
+    """How many positions of the first step supervise: what a step's summed loss is divided by, over all its batches.
+
+    Args:
+        inputs: of `to_trainer_inputs()`.
+        t2d: [V] bool, the draft vocabulary, for batches with target_logits; None is the whole one.
+
+    Returns:
+        int64 scalar, on the inputs' device.
+    """
+    mask = inputs["position_mask"][..., 0] if "position_mask" in inputs else inputs["loss_mask"].bool()
+    if "target_logits" in inputs and t2d is not None:
+        mask = mask & t2d[inputs["target_logits"].argmax(-1)]
+    if "doc_remaining" in inputs:
+        mask = mask & (inputs["doc_remaining"] > 0)
+    return mask.sum()

@@ -1,5 +1,7 @@
 """Whether the queue's room holds what its trainers need in flight."""
 
+from collections.abc import Callable
+
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError
 from eaglefeed.logs import get_logger
@@ -17,9 +19,9 @@ def check_room(
     samples: LeaseQueue,
     *,
     consumer: str,
-    lease_batch: int,
+    round_size: int,
     prefetch: int,
-    samples_per_step: int = 1,
+    look: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Refuse a high mark at which producers would stop before the trainers have what they need. Call it at the start.
@@ -29,21 +31,20 @@ def check_room(
     Args:
         samples: the queue.
         consumer: this trainer's name; shows a sign of life.
-        lease_batch: SampleStream's.
-        prefetch: SampleStream's.
-        samples_per_step: what a step takes before it acknowledges.
+        round_size: samples of a step, on all its ranks: what it takes before it acknowledges.
+        prefetch: RoundStream's, in rounds.
+        look: called once a second while it waits.
         clock: measures the wait.
 
     Raises:
         ConfigError: queue.high_count is too low.
     """
-    each, high_count = lease_batch + prefetch + samples_per_step, samples.limits().high_count
+    each, high_count = (prefetch + 1) * round_size, samples.limits().high_count
     deadline_s = clock.monotonic() + WORKER_GRACE_S + _POLL_S
     while (trainers := _trainers(samples, consumer)) * each > high_count:
         if each > high_count or clock.monotonic() > deadline_s:
             samples.farewell("trainer", consumer)
-            sizes = f"lease_batch {lease_batch} + prefetch {prefetch} + samples_per_step {samples_per_step}"
-            need = trainers * each
+            need, sizes = trainers * each, f"{prefetch} + 1 rounds of {round_size}"
             raise ConfigError(
                 "room for fewer samples than its trainers need in flight",
                 subject=samples.name,
@@ -52,6 +53,7 @@ def check_room(
                 fix=f"raise queue.high_count to at least {need}, or lower train.prefetch or train.samples_per_step",
             )
         log.info("trainer_waits_for_room_of_others", trainers=trainers, in_flight_each=each, high_count=high_count)
+        look()
         clock.sleep(_POLL_S)
 
 

@@ -2,12 +2,13 @@
 
 import fcntl
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +17,18 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
 from eaglefeed.consumer.expand import TargetHead, head_of_run
 from eaglefeed.consumer.files import translated
-from eaglefeed.consumer.holdings import StreamStats
+from eaglefeed.consumer.meter import StepMeter
+from eaglefeed.consumer.source import BatchSource
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 from eaglefeed.errors import ConfigError, SampleMissing, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.schema.batch import Eagle3TargetBatch
+from eaglefeed.schema.collate import collate
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECORD, RunContract
 from eaglefeed.storage.base import FeatureStore
 
 __all__ = [
-    "BatchSource",
     "RunAssets",
     "TrainingRun",
     "check_record",
@@ -35,7 +37,7 @@ __all__ = [
     "wait_for_run",
 ]
 
-_POLL_S, _LOOK_S = 0.5, 5.0
+_POLL_S = 0.5
 
 log = get_logger(__name__)
 
@@ -102,21 +104,22 @@ def wait_for_run(
     timeout_s: float,
     stop: threading.Event,
     look: Callable[[], None] = lambda: None,
+    look_s: float = 5.0,
     clock: Clock = SYSTEM_CLOCK,
 ) -> RunAssets | None:
     """Wait until the first producer has written the run's contract and assets; None when `stop` is set first.
 
-    Calls `look` first, and every _LOOK_S of the wait: it raises where the wait is for nothing.
+    Calls `look` first, and every `look_s` of the wait: it raises where the wait is for nothing.
 
     Raises:
         TargetUnavailable: nobody did in `timeout_s`.
     """
-    look_s = started_s = clock.monotonic()
+    next_look_s = started_s = clock.monotonic()
     log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
     while True:
-        if clock.monotonic() >= look_s:
+        if clock.monotonic() >= next_look_s:
             look()
-            look_s = clock.monotonic() + _LOOK_S
+            next_look_s = clock.monotonic() + look_s
         if store.has_document(CONTRACT_FILE) and store.has_document(ASSETS_FILE):
             with suppress(SampleMissing):  # the producer that kept them has just ended
                 return load_run_assets(store)
@@ -133,6 +136,8 @@ def wait_for_run(
 def only_trainer_of(folder: Path) -> Iterator[None]:
     """Make the folder if it is not there, and hold it: two trainers would overwrite each other's checkpoints.
 
+    Removes what one that was killed while it wrote has left half written.
+
     Raises:
         ConfigError: another process trains into it.
     """
@@ -145,43 +150,10 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             fix = "pass another folder with --output, or wait for its end"
             raise ConfigError("another trainer is writing here", subject=str(folder), fix=fix) from None
+        with translated(folder):
+            for left in folder.glob(".*.tmp"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
-
-
-class BatchSource(Protocol):
-    """Where a training loop takes batches: a SampleStream or a BackendStream, which say what each of these does."""
-
-    stats: StreamStats
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will come."""
-
-    @property
-    def drained(self) -> bool:
-        """Whether all that there is has come."""
-
-    @property
-    def commit_due(self) -> bool:
-        """Whether somebody waits for a commit."""
-
-    def take(self, n: int, *, wait_s: float | None = None) -> list[Eagle3TargetBatch]:
-        """Up to `n` batches, or none."""
-
-    def ack(self, step: int | None = None, /) -> int:
-        """What was taken was trained on in this step."""
-
-    def commit(self, step: int, /) -> int:
-        """No checkpoint before this step can be restored any more."""
-
-    def state_dict(self) -> dict[str, list[str]]:
-        """What a checkpoint keeps as `seen`."""
-
-    def stop(self) -> None:
-        """Let nothing more come."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 class TrainingRun:
@@ -191,17 +163,22 @@ class TrainingRun:
     good. After a crash at any point, `resume` and a new TrainingRun go on as if there had been none. When the queue
     waits for a commit, as at its end, the newest checkpoint is written and committed.
 
+    On the ranks of a job, all make the same steps; the first alone writes and reports.
+
     Args:
         trainer: the draft and its optimizer.
-        stream: where batches come from, in the session of `resume`, or behind the place of `resume_walk`.
+        stream: where batches come from, after `resume`.
         folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`.
         contract: id of the run's contract.
-        samples_per_step: batches an optimizer step.
+        samples_per_step: samples an optimizer step takes on each rank.
+        samples_per_batch: how many of them are padded together into one forward.
+        ack_policy: "step" settles each step's samples for good, and writes no checkpoints.
         checkpoint_every: steps between checkpoints.
         keep_checkpoints: how many stay.
         idle_s: after this time without a batch the newest checkpoint is written and committed, since producers may wait
             for room; None where nobody does.
-        on_step: called after each step.
+        meter: measures the pace that stands in each line of history.jsonl; its windows are the caller's.
+        on_step: called after each step with its line, on the first rank.
     """
 
     def __init__(
@@ -212,14 +189,19 @@ class TrainingRun:
         *,
         contract: str,
         samples_per_step: int = 1,
+        samples_per_batch: int = 1,
+        ack_policy: Literal["checkpoint", "step"] = "checkpoint",
         checkpoint_every: int = 20,
         keep_checkpoints: int = 2,
         idle_s: float | None = 5.0,
-        on_step: Callable[[StepResult], None] = lambda _: None,
+        meter: StepMeter | None = None,
+        on_step: Callable[[StepResult, dict[str, Any]], None] = lambda _result, _row: None,
     ) -> None:
         self._trainer, self._stream, self._folder, self._contract = trainer, stream, folder, contract
-        self._samples_per_step, self._every, self._keep = samples_per_step, checkpoint_every, keep_checkpoints
-        self._idle_s, self._on_step = idle_s, on_step
+        self._samples_per_step, self._samples_per_batch = samples_per_step, samples_per_batch
+        self._saves, self._every, self._keep = ack_policy == "checkpoint", checkpoint_every, keep_checkpoints
+        self._is_first, self._idle_s, self._on_step = trainer.ranks.is_first, idle_s, on_step
+        self._meter = meter or StepMeter(stream.stats)
         self._unsaved = 0
 
     def train(self) -> int:
@@ -228,11 +210,16 @@ class TrainingRun:
         Raises:
             SampleCorrupt: a loss that is not finite; names the samples.
             StaleLease: another trainer has restored the queue.
+            RankGone: another rank of the job has died, or does not come.
             TargetError: of a target without a queue in between; what was trained is in a checkpoint, also after:
             ConfigError: what a start did not show, such as a token that was changed.
+            StorageError: (StoreFull without room) a file of the folder cannot be written.
         """
+        path = self._folder / "history.jsonl"
         try:
-            with (self._folder / "history.jsonl").open("a", encoding="utf-8") as history:
+            with translated(path):
+                opened = path.open("ab", buffering=0) if self._is_first else nullcontext()
+            with opened as history:
                 steps = self._train(history)
         except (TargetError, ConfigError):
             self._settle(newest=False)
@@ -240,7 +227,7 @@ class TrainingRun:
         self._settle(newest=self._stream.drained)
         return steps
 
-    def _train(self, history: TextIO) -> int:
+    def _train(self, history: BinaryIO | None) -> int:
         steps = 0
         while not self._stream.ended:
             trained = self._step(history)
@@ -250,33 +237,42 @@ class TrainingRun:
                 self._settle(newest=not trained)
         return steps
 
-    def _step(self, history: TextIO) -> bool:
+    def _step(self, history: BinaryIO | None) -> bool:
         """Train on what comes, and keep nothing of it; False if nothing came."""
         batches = self._stream.take(self._samples_per_step, wait_s=self._idle_s)
         if not batches:
             return False
-        result = self._trainer.step(batches)
+        result = self._trainer.step(self._joined(batches), self._stream.round_ids)
         self._unsaved += 1
-        self._stream.ack(result.step)
-        history.write(json.dumps(self._row(result, len(batches))) + "\n")
-        history.flush()
-        self._on_step(result)
+        self._stream.ack(result.step if self._saves else None)
+        if history is not None:
+            row = self._row(result)
+            with translated(self._folder / "history.jsonl"):
+                history.write(json.dumps(row).encode() + b"\n")
+            self._on_step(result, row)
         return True
+
+    def _joined(self, batches: list[Eagle3TargetBatch]) -> list[Eagle3TargetBatch]:
+        size = self._samples_per_batch
+        return [collate(batches[at : at + size]) for at in range(0, len(batches), size)]
 
     def _settle(self, *, newest: bool) -> None:
         """Write what no checkpoint holds yet, and commit: earlier checkpoints stay usable unless the queue waits."""
-        if self._unsaved:
-            seen = self._stream.state_dict()["seen"]
-            save_checkpoint(self._folder, self._trainer, contract=self._contract, seen=seen, keep=self._keep)
-            self._unsaved = 0
-        kept = [step_of(path) for path in list_checkpoints(self._folder)]
+        if not self._saves:
+            return
+        if self._unsaved and self._is_first:
+            state = self._stream.state_dict()
+            save_checkpoint(self._folder, self._trainer, contract=self._contract, stream=state, keep=self._keep)
+        self._unsaved = 0
+        kept = [step_of(path) for path in list_checkpoints(self._folder)] if self._is_first else []
         self._stream.commit(self._trainer.step_count if newest or not kept else kept[0])
 
-    def _row(self, result: StepResult, num_samples: int) -> dict[str, Any]:
+    def _row(self, result: StepResult) -> dict[str, Any]:
         stats = self._stream.stats
         return result._asdict() | {
-            "samples": num_samples,
+            "samples": len(self._stream.round_ids),
             "redelivered": stats.redelivered,
             "stale": stats.stale,
             "wait_s": round(stats.wait_s, 3),
+            **self._meter.step(result.num_tokens).rounded(),
         }

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -10,12 +10,13 @@ import torch
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.expand import TargetHead
 from eaglefeed.consumer.holdings import StreamStats
+from eaglefeed.consumer.leasing import Leaser
 from eaglefeed.consumer.materialize import Materializer
 from eaglefeed.consumer.prefetch import Prefetcher
 from eaglefeed.consumer.settling import Settler
+from eaglefeed.consumer.state import StreamState, already_begun
 from eaglefeed.consumer.taking import Taker
 from eaglefeed.errors import ConfigError, QueueUnavailable, StaleLease
-from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.queue.holdings import Holdings
 from eaglefeed.queue.renewal import LeaseRenewer
@@ -28,8 +29,6 @@ __all__ = ["SampleStream", "StreamStats"]
 
 _JOIN_S = 60.0
 
-log = get_logger(__name__)
-
 
 class SampleStream:
     """Batches for a training loop, materialized ahead in the background.
@@ -39,30 +38,19 @@ class SampleStream:
         for batch in stream:
             train_on(batch)
 
-    `take` never acknowledges by itself. A loop with checkpoints acknowledges with its step, and commits the step of the
-    oldest checkpoint that it keeps. Started again, it restores the queue to its checkpoint, and sees every sample that
-    the checkpoint has not seen, once:
-
-        session = samples.restore(step, seen=seen)
-        with SampleStream(samples, store, consumer="t", session=session) as stream:
-            while not stream.ended:
-                if batches := stream.take(8):
-                    step = train_on(batches)
-                    stream.ack(step)
-                if stream.ended or stream.commit_due or step % 100 == 0:
-                    save(step, stream.state_dict()["seen"])
-                    stream.commit(step)
+    `take` never acknowledges by itself. A loop with checkpoints (examples/my_trainer.py has one) acknowledges with its
+    step, keeps `state_dict()` in each checkpoint, and commits the step of the oldest one that it keeps. Started again,
+    it calls `load_state_dict`, and sees every sample that the checkpoint has not seen, once.
 
     What was not acknowledged when the stream is closed goes back to the queue; after a crash its lease runs out, or the
-    next `restore` ends it. When another trainer has restored the queue, `take`, `ack` and `commit` raise StaleLease:
-    this one must stop. A batch never changes, also after its ack; its memory is used again when none of its tensors
-    (nor a view of one) lives any more.
+    next `load_state_dict` ends it. When another trainer has taken the queue back, `take`, `ack` and `commit` raise
+    StaleLease: this one must stop. A batch never changes, also after its ack; its memory is used again when none of its
+    tensors (nor a view of one) lives any more.
 
     Args:
         samples: the queue of refs.
         store: where their tensors lie.
         consumer: this trainer's name, unique in the run.
-        session: what `samples.restore` returned; 0 for a queue that nobody ever restored.
         contract: the run's contract (`load_run_assets` has it); samples of another, or that are not what it says, are
             dead letters, and ids are held against its vocab_size. Its id checks no more than ids do; "" takes any.
         prompts: the run's prompts queue, to tell slow producers from dead ones; None never does.
@@ -93,7 +81,6 @@ class SampleStream:
         store: FeatureStore,
         *,
         consumer: str,
-        session: int = 0,
         contract: RunContract | str = "",
         prompts: LeaseQueue | None = None,
         visibility_timeout_s: float = 60.0,
@@ -131,7 +118,6 @@ class SampleStream:
             store,
             holdings=self._holdings,
             stats=self.stats,
-            session=session,
             retain=retain,
             outage_s=outage_s,
             stop=self._stop,
@@ -139,26 +125,26 @@ class SampleStream:
         )
         self._settler.delete_released()  # what an earlier trainer had committed when it died
         self._renewer.start()
-        self._prefetcher = Prefetcher(
-            samples,
-            materializer,
-            consumer=consumer,
-            session=session,
-            prompts=prompts,
-            holdings=self._holdings,
-            stats=self.stats,
-            visibility_timeout_s=visibility_timeout_s,
-            lease_batch=lease_batch,
-            prefetch=prefetch,
-            max_attempts=max_attempts,
-            fail_without_producers=fail_without_producers,
-            producer_grace_s=producer_grace_s,
-            outage_s=outage_s,
-            stop=self._stop,
-            clock=clock,
-        )
+
+        def leaser() -> Leaser:
+            return Leaser(
+                samples,
+                consumer=consumer,
+                session=self._settler.session,
+                prompts=prompts,
+                holdings=self._holdings,
+                stats=self.stats,
+                visibility_timeout_s=visibility_timeout_s,
+                max_attempts=max_attempts,
+                fail_without_producers=fail_without_producers,
+                producer_grace_s=producer_grace_s,
+                outage_s=outage_s,
+                stop=self._stop,
+                clock=clock,
+            )
+
         self._taker = Taker(
-            self._prefetcher,
+            lambda: Prefetcher(leaser(), materializer, lease_batch=lease_batch, prefetch=prefetch, stop=self._stop),
             self._settler,
             holdings=self._holdings,
             renewer=self._renewer,
@@ -188,7 +174,12 @@ class SampleStream:
     @property
     def commit_due(self) -> bool:
         """Whether the queue has no room and waits for a commit; until then, `take` waits for nothing."""
-        return self._prefetcher.commit_due.is_set()
+        return self._taker.commit_due
+
+    @property
+    def round_ids(self) -> tuple[str, ...]:
+        """The ids of the samples that were taken last."""
+        return self._taker.ids
 
     def take(self, n: int, *, wait_s: float | None = None, linger_s: float = 5.0) -> list[Eagle3TargetBatch]:
         """Up to `n` batches; none at the end of the stream, when a commit is due, or when none came in `wait_s`.
@@ -216,8 +207,8 @@ class SampleStream:
             )
         return self._taker.take(n, wait_s, linger_s, heed_commit=True)
 
-    def ack(self, step: int | None = None) -> int:
-        """Acknowledge all that was taken; returns how many samples the queue took it for.
+    def ack(self, step: int | None = None, sample_ids: Sequence[str] | None = None) -> int:
+        """Acknowledge what was taken; returns how many samples the queue took it for.
 
         A sample whose lease was lost meanwhile is not among them: its next holder has it. It is counted and logged.
 
@@ -227,14 +218,16 @@ class SampleStream:
         Args:
             step: the training step that learned them, until whose `commit` they may come again. None settles them for
                 good, and deletes the shards of those that no other group needs, unless they are retained.
+            sample_ids: those that were trained on, for a loop that takes ahead of its steps; None are all.
 
         Raises:
+            ConfigError: ids that were not taken, or are acknowledged already.
             StaleLease: another trainer has restored the queue.
             QueueUnavailable: the outage is longer; what was not settled can be acknowledged again.
         """
         self._renewer.progress()
         with self._in_session():
-            count = self._settler.ack(step)
+            count = self._settler.ack(step, sample_ids)
         if step is None and count:
             self._settler.delete_released()
         return count
@@ -251,13 +244,28 @@ class SampleStream:
         self._renewer.progress()
         with self._in_session():
             count = self._settler.commit(step)
-        self._prefetcher.commit_due.clear()
+        self._taker.committed()
         self._settler.delete_released()
         return count
 
-    def state_dict(self) -> dict[str, list[str]]:
-        """What a checkpoint keeps for `restore`: `seen`, the ids acknowledged with a step since the last commit."""
-        return {"seen": self._settler.seen()}
+    def state_dict(self) -> StreamState:
+        """What a checkpoint keeps: the step, and the ids acknowledged with a step since the last commit."""
+        return self._settler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Take the queue back to a checkpoint: what it has not seen comes again. An earlier epoch's begins this one.
+
+        Where an earlier start may have saved nothing, load the new stream's own `state_dict()`.
+
+        Raises:
+            ConfigError: batches were taken already, or the state is of a later epoch or another queue.
+            ContractMismatch: it is of a training without a queue.
+            SchemaError: it is no stream's state.
+            QueueError: a later step is committed: what it learned cannot come again.
+        """
+        if self._taker.has_begun:
+            raise already_begun()
+        self._settler.load_state_dict(state)
 
     def stop(self) -> None:
         """Make `take` return at once, with nothing from then on. Safe in a signal handler."""
@@ -266,13 +274,8 @@ class SampleStream:
     def close(self) -> None:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
-        self._prefetcher.join(_JOIN_S)
-        # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
-        for token, ids in sorted(self._holdings.drain().items(), reverse=True):
-            try:
-                self.stats.returned += len(self._samples.nack(token, ids, reason="stream closed", delay_s=0).ok)
-            except QueueUnavailable as error:
-                log.warning("lease_left_to_expire", lease=token, sample_ids=ids, reason=str(error))
+        self._taker.join(_JOIN_S)
+        self._settler.give_back()
         self._renewer.stop()
         with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
             self._samples.farewell("trainer", self._consumer)

@@ -1,7 +1,8 @@
 """DraftTrainer: one optimizer step over one or several batches."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.loss import DraftOutput
+from eaglefeed.consumer.ranks import Ranks
+from eaglefeed.consumer.together import require_alike
 from eaglefeed.errors import SampleCorrupt, SchemaError
 from eaglefeed.schema.batch import Eagle3TargetBatch
+from eaglefeed.schema.vocab import VocabMapping
 
 __all__ = ["DraftTrainer", "OptimizerSettings", "StepResult"]
 
@@ -48,12 +52,13 @@ class OptimizerSettings:
 
 
 class StepResult(NamedTuple):
-    """What a step did.
+    """What a step did, on all ranks together.
 
     Args:
         loss: sum over depths of 0.8^k · cross-entropy, in nats a supervised position; 0.0 without any.
         accuracies: per depth, the share of supervised positions whose best draft token is the target's.
         num_supervised: supervised positions of the first depth; 0 means that no weight was changed.
+        num_tokens: real tokens, padding left out.
         grad_norm: norm of the gradient before clipping.
         step: updates so far, this one included.
     """
@@ -61,23 +66,37 @@ class StepResult(NamedTuple):
     loss: float
     accuracies: tuple[float, ...]
     num_supervised: int
+    num_tokens: int
     grad_norm: float
     step: int
 
 
 class DraftTrainer:
-    """Trains a draft, deterministically: equal batches give equal weights.
+    """Trains a draft, deterministically: equal batches give equal weights, on every rank of a job the same.
+
+    A step's gradient is the sum over all ranks of each one's loss sum, divided by the number of supervised positions on
+    all ranks: what a data-parallel wrapper that averages gradients makes of the loss sum · world size / that number.
 
     Args:
         draft: moved to `device`.
         settings: of the optimizer.
         device: where to train.
+        dtype: of the matrix products; bfloat16 is much faster where the hardware has it. Weights, moments, losses and
+            what is exported stay float32.
+        ranks: of the job; by default this process trains alone.
     """
 
     def __init__(
-        self, draft: Eagle3Draft, settings: OptimizerSettings | None = None, *, device: torch.device | str = "cpu"
+        self,
+        draft: Eagle3Draft,
+        settings: OptimizerSettings | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.draft, self.device = draft.to(device), torch.device(device)
+        self.draft, self.device, self.dtype = draft.to(device), torch.device(device), dtype
+        self.ranks = ranks or Ranks.alone()
         self.settings = settings or OptimizerSettings()
         self.step_count = 0
         self.optimizer = torch.optim.AdamW(
@@ -88,23 +107,37 @@ class DraftTrainer:
             fused=True,
         )
 
-    def step(self, batches: Sequence[Eagle3TargetBatch]) -> StepResult:
-        """Train once on all of `batches`; positions count the same, whichever batch they stand in.
+    def step(self, batches: Sequence[Eagle3TargetBatch], round_ids: Sequence[str] = ()) -> StepResult:
+        """Train once on all batches of all ranks; positions count the same, whichever batch they stand in.
+
+        Args:
+            batches: this rank's.
+            round_ids: the samples of all ranks' batches, for an error's message; by default this rank's.
 
         Raises:
-            SampleCorrupt: the loss or the gradient is not finite; names the samples, and no weight was changed.
+            SampleCorrupt: the loss or the gradient is not finite, on whichever rank; no weight was changed.
+            RankGone: another rank did not come to the sum.
         """
         self.draft.train()
         self.optimizer.zero_grad(set_to_none=True)
         outputs = [self._backward(batch) for batch in batches]
-        counts = torch.stack([output.num_supervised for output in outputs]).sum(0).tolist()
-        correct = torch.stack([output.num_correct for output in outputs]).sum(0).tolist()
-        loss_sum = sum(output.loss_sum.item() for output in outputs)
+        num_tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+        loss_sum, (num_tokens, *positions) = self._add_up(outputs, num_tokens)
+        counts, correct = positions[: len(positions) // 2], positions[len(positions) // 2 :]
+        if not math.isfinite(loss_sum):
+            spoilt = [b for b, output in zip(batches, outputs, strict=True) if not torch.isfinite(output.loss_sum)]
+            raise _not_finite("loss", loss_sum, round_ids or _ids(batches), _ids(spoilt))
         accuracies = tuple(right / max(count, 1) for right, count in zip(correct, counts, strict=True))
         # A depth never has more positions than the first, so this is 0 only where there is nothing at all.
         total = counts[0]
-        grad_norm = self._update(total, batches) if total else 0.0
-        return StepResult(loss_sum / max(total, 1), accuracies, total, grad_norm, self.step_count)
+        grad_norm = self._update(total, round_ids or _ids(batches)) if total else 0.0
+        return StepResult(loss_sum / max(total, 1), accuracies, total, num_tokens, grad_norm, self.step_count)
+
+    @property
+    def vocab_digest(self) -> str:
+        """Of the draft's vocabulary map."""
+        t2d = self.draft.t2d.cpu()
+        return VocabMapping.from_ids(t2d.nonzero().flatten(), vocab_size=len(t2d)).digest
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Weights and AdamW's moments under flat names: `draft.NAME`, `optimizer.NAME.exp_avg` and so on."""
@@ -126,27 +159,60 @@ class DraftTrainer:
             moments = ((f"optimizer.{name}.{moment}", p.shape) for name, p in names.items() for moment in _MOMENTS)
             shapes.update(moments)
         _check_shapes(shapes, tensors)
-        weights = {name.removeprefix("draft."): t for name, t in tensors.items() if name.startswith("draft.")}
-        self.draft.load_state_dict(weights)
+        self._begin_at(step)
+        for name, tensor in self.state_tensors().items():
+            tensor.copy_(tensors[name])
+
+    def share_state(self) -> None:
+        """Take over the first rank's weights, moments and step.
+
+        Raises:
+            ConfigError: a rank has another draft, vocabulary map or optimizer.
+            RankGone: a rank did not come.
+        """
+        setup = {name: str(value) for name, value in asdict(self.settings).items()}
+        setup |= {"draft": self.draft.config.to_json(), "vocabulary map": self.vocab_digest, "dtype": str(self.dtype)}
+        require_alike(self.ranks, setup)
+        step = torch.tensor([self.step_count])
+        self.ranks.share([step])
+        if not self.ranks.is_first:
+            self._begin_at(int(step))
+        self.ranks.share(list(self.state_tensors().values()))
+
+    def _begin_at(self, step: int) -> None:
+        """Stand at a step, with moments of 0."""
         self.optimizer.state.clear()
-        for name, parameter in names.items() if step > 0 else ():
-            moments_of = {m: tensors[f"optimizer.{name}.{m}"].to(self.device).clone() for m in _MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self.device), **moments_of}
+        for parameter in self.draft.parameters() if step > 0 else ():
+            moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(step), device=self.device), **moments}
         self.step_count = step
 
     def _backward(self, batch: Eagle3TargetBatch) -> DraftOutput:
-        output: DraftOutput = self.draft(**batch.to(self.device).to_trainer_inputs())
-        if not torch.isfinite(output.loss_sum):
-            raise _not_finite("loss", [batch], output.loss_sum.item())
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            output: DraftOutput = self.draft(**batch.to(self.device).to_trainer_inputs())
         output.loss_sum.backward()  # type: ignore[no-untyped-call]
         return output._replace(loss_sum=output.loss_sum.detach())
 
-    def _update(self, num_supervised: int, batches: Sequence[Eagle3TargetBatch]) -> float:
-        gradients = [parameter.grad for parameter in self.draft.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, float(num_supervised))
+    def _add_up(self, outputs: Sequence[DraftOutput], num_tokens: int) -> tuple[float, list[int]]:
+        """Loss sum, then tokens, supervised and correct positions a depth, and gradients in place: over all ranks.
+
+        All ranks come here, whatever their batches were like: one that raised before would leave the others waiting.
+        """
+        loss_sum = sum(output.loss_sum.item() for output in outputs)
+        counts = torch.stack([torch.cat([output.num_supervised, output.num_correct]) for output in outputs]).sum(0)
+        numbers = torch.tensor([loss_sum, num_tokens, *counts.tolist()], dtype=torch.float64)
+        self.ranks.sum([*self._gradients(), numbers])
+        loss_sum, *whole = numbers.tolist()
+        return loss_sum, [int(number) for number in whole]
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.draft.parameters() if parameter.grad is not None]
+
+    def _update(self, num_supervised: int, round_ids: Sequence[str]) -> float:
+        torch._foreach_div_(self._gradients(), float(num_supervised))
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.grad_clip).item()
-        if not torch.isfinite(torch.tensor(norm)):
-            raise _not_finite("gradient", batches, norm)
+        if not math.isfinite(norm):
+            raise _not_finite("gradient", norm, round_ids)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr_at(self.step_count)
         self.optimizer.step()
@@ -154,15 +220,22 @@ class DraftTrainer:
         return norm
 
 
-def _not_finite(name: str, batches: Sequence[Eagle3TargetBatch], got: float) -> SampleCorrupt:
-    ids = ", ".join(sample_id for batch in batches for sample_id in batch.sample_ids)
-    return SampleCorrupt(ids or "batch", f"{name} is not finite, no weight was changed", wanted="a number", got=got)
+def _ids(batches: Sequence[Eagle3TargetBatch]) -> list[str]:
+    return [sample_id for batch in batches for sample_id in batch.sample_ids]
+
+
+def _not_finite(name: str, value: float, round_ids: Sequence[str], spoilt: Sequence[str] = ()) -> SampleCorrupt:
+    got = f"{value} in {', '.join(spoilt)}" if spoilt else value
+    what = f"{name} is not finite, no weight was changed"
+    return SampleCorrupt(", ".join(round_ids) or "batch", what, wanted="a number", got=got)
 
 
 def _check_shapes(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing or unknown:
-        raise SchemaError("other tensors than this draft's", wanted=f"also {missing[:3]}", got=f"also {unknown[:3]}")
+        wanted = f"also {missing[:3]}" if missing else "no others than this draft's"
+        got = f"also {unknown[:3]}" if unknown else "no others"
+        raise SchemaError("other tensors than this draft's", wanted=wanted, got=got)
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
             raise SchemaError("wrong shape", subject=name, wanted=list(shape), got=list(tensors[name].shape))
