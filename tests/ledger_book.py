@@ -31,7 +31,7 @@ class Book:
     def former(self) -> set[str]:
         return self.forgotten
 
-    def retains(self) -> bool:
+    def retains(self, queue: str) -> bool:
         return self.retained
 
     def leased(self, tokens: Collection[int]) -> set[int]:

@@ -98,7 +98,7 @@ def test_a_stream_that_retains_holds_for_every_other_stream_and_for_what_the_jan
 
     def find_and_retain(queue: MemoryLeaseQueue, ids: Any) -> list[QueueItem]:
         found = find(queue, ids)
-        queue.agree(RETAIN_RECORD, b"1")
+        queue.agree(RETAIN_RECORD + queue.name, b"1")
         return found
 
     monkeypatch.setattr(MemoryLeaseQueue, "find", find_and_retain)

@@ -25,6 +25,7 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
@@ -40,6 +41,7 @@ __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 _CHUNK = 500
 _FULL_WAIT_S = 600.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
+_REPLAY_HELP = "Queue what trainers retained (train.retain=true) as the run's next epoch."
 
 
 class Estimate(NamedTuple):
@@ -63,9 +65,15 @@ class Fed:
 
 def feed(
     ctx: typer.Context,
-    conversations: Annotated[Path, typer.Argument(help="JSONL with finished conversations.")],
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of like length in one sample.")] = None,
+    conversations: Annotated[
+        Path | None, typer.Argument(help="JSONL with finished conversations.", show_default=False)
+    ] = None,
+    replay: Annotated[bool, typer.Option("--replay", help=_REPLAY_HELP)] = False,
+    epoch: Annotated[int | None, typer.Option(min=1, help="Epoch to replay into; the next one by default.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the replayed epoch's order; train.seed by default.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of one sample.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens that a row is cut to.")] = None,
+    packing: Annotated[bool, typer.Option("--packing", help="Fill rows with several conversations each.")] = False,
     keep_open: Annotated[bool, typer.Option("--keep-open", help="More will be fed: do not close the prompts.")] = False,
     vocab: VocabOption = None,
     run: RunOption = None,
@@ -75,7 +83,10 @@ def feed(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tokenize conversations with the target's chat template and queue them for producers."""
+    """Tokenize conversations with the target's chat template and queue them for producers.
+
+    With --replay there are no conversations: the samples that trainers retained become the next epoch.
+    """
     settings = read_settings(
         ctx,
         config,
@@ -85,9 +96,17 @@ def feed(
         target__name=target,
         feed__batch_size=batch_size,
         feed__max_length=max_length,
+        feed__packing=packing or None,
         feed__keep_open=keep_open or None,
         produce__vocab=vocab,
+        train__seed=seed,
     )
+    if replay or conversations is None:
+        _check_replay(conversations, replay=replay)
+        replay_epoch(settings, epoch=epoch, as_json=as_json)
+        return
+    if epoch is not None or seed is not None:
+        raise ConfigError("conversations are fed into the first epoch", subject="--epoch, --seed", fix="pass --replay")
     report = ReadReport()
     with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
         estimate = _tokenize(settings, conversations, report, spool)
@@ -110,6 +129,15 @@ def feed(
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
     told += f", {fed.produced} have their samples already" if fed.produced else ""
     emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
+
+
+def _check_replay(conversations: Path | None, *, replay: bool) -> None:
+    if not replay:
+        fix = "eaglefeed feed CONVERSATIONS, or --replay for another epoch of what was retained"
+        raise ConfigError("no conversations", subject="feed", wanted="a JSONL file", fix=fix)
+    if conversations is not None:
+        what, fix = "a replay takes no conversations", "leave one of both out"
+        raise ConfigError(what, subject="--replay", got=str(conversations), fix=fix)
 
 
 def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:

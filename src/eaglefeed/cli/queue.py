@@ -4,7 +4,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from itertools import chain
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +23,7 @@ from eaglefeed.cli.letters import describe, describe_payload, one_line, requeue_
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
+from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue, QueueStats
 
@@ -31,7 +33,8 @@ app = typer.Typer(help="Look at a run's queues, and set them right.", no_args_is
 dead_app = typer.Typer(help="Dead letters: items that were set aside.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(dead_app, name="dead")
 
-QueueOption = Annotated[str, typer.Option("--queue", help="prompts or samples.")]
+_QUEUE_HELP = "prompts, samples, or samples.e1 and so on for a later epoch's"
+QueueOption = Annotated[str, typer.Option("--queue", help=f"{_QUEUE_HELP}.")]
 GroupOption = Annotated[str, typer.Option("--group", help="Group of trainers.")]
 IdsArgument = Annotated[list[str] | None, typer.Argument(help="Ids; all of them by default.")]
 _OUTAGE_S = 5.0
@@ -48,13 +51,15 @@ def stats(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Exact counts of both queues, of the samples for each group."""
+    """Exact counts of the prompts, and of each epoch's samples for each group."""
     with _looked_at(read_settings(ctx, config, run__id=run, redis_url=redis)) as queues:
         prompts = queues.prompts.stats()
-        samples = [queues.named("samples", group).stats()] if group else _by_group(queues, "samples")
-    document = {"prompts": asdict(prompts), "samples": asdict(samples[0])}
-    document["groups"] = {each.group: asdict(each) for each in samples}
-    emit(as_json, document, [_line(each) for each in (prompts, *samples)])
+        samples, *later = [
+            [queues.named(name, group).stats()] if group else _by_group(queues, name) for name in _epoch_names(queues)
+        ]
+    document: dict[str, Any] = {"prompts": asdict(prompts), "samples": asdict(samples[0]), "groups": _grouped(samples)}
+    document["epochs"] = {each[0].name: _grouped(each) for each in later}
+    emit(as_json, document, [_line(each) for each in (prompts, *samples, *chain(*later))])
 
 
 @dead_app.command("ls")
@@ -124,7 +129,7 @@ def dead_requeue(
 @app.command("purge")
 def purge(
     ctx: typer.Context,
-    queue: Annotated[str | None, typer.Option("--queue", help="prompts or samples; both by default.")] = None,
+    queue: Annotated[str | None, typer.Option("--queue", help=f"{_QUEUE_HELP}; all of them by default.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Even while workers live.")] = False,
     run: RunOption = None,
@@ -137,7 +142,7 @@ def purge(
         raise ConfigError("purge asks first, and there is no terminal to ask on", fix="pass --yes; nothing was deleted")
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
     with _looked_at(settings) as queues:
-        names = (queue,) if queue else ("prompts", "samples")
+        names = (queue,) if queue else ("prompts", *_epoch_names(queues))
         chosen = [_chosen(queues, name) for name in names]
         _say_what_goes(settings, queues, names, force=force)
         if not yes and not _agreed("Delete it for good? [y/N] "):
@@ -179,6 +184,16 @@ def _chosen(queues: RunQueues, name: str, group: str = MAIN_GROUP) -> LeaseQueue
     if rules.samples_of(name) is None and rules.prompts_of(name) is None:
         raise ConfigError("no such queue", subject=name, wanted="prompts or samples")
     return queues.named(name, group)
+
+
+def _epoch_names(queues: RunQueues) -> tuple[str, ...]:
+    """The samples queues of the run, that of the first epoch first."""
+    names = [samples.name for samples in QueueLedger(queues.run, queues.named).releases()]
+    return tuple(sorted(names, key=lambda name: rules.epoch_of(name) or 0))
+
+
+def _grouped(stats: list[QueueStats]) -> dict[str, Any]:
+    return {each.group: asdict(each) for each in stats}
 
 
 def _by_group(queues: RunQueues, name: str) -> list[QueueStats]:

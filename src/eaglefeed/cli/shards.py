@@ -22,7 +22,7 @@ __all__ = ["count_shards", "describe_shards", "show_counts", "show_shard"]
 
 _PAGE = 1000
 _NAMED = 20
-_STATES = ("referenced", "dead_lettered", "released", "leased", "orphan", "foreign", "unreadable")
+_STATES = ("referenced", "dead_lettered", "released", "retained", "leased", "orphan", "foreign", "unreadable")
 
 
 def count_shards(queues: RunQueues, store: FeatureStore) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def count_shards(queues: RunQueues, store: FeatureStore) -> dict[str, Any]:
         open_keys.update(_keys(item.payload for item in samples.payloads()))
         for group in samples.groups():
             dead_keys.update(_keys(letter.payload for letter in queues.named(samples.name, group).dead_letters()))
+    done = "retained" if any(ledger.retains(samples.name) for samples in ledger.releases()) else "released"
     states = {name: {"shards": 0, "bytes": 0} for name in _STATES}
     unreadable: list[str] = []
     scan = store.scan()
@@ -40,7 +41,7 @@ def count_shards(queues: RunQueues, store: FeatureStore) -> dict[str, Any]:
         for judged in judge_shards(store, ledger, page):
             if judged.state is ShardState.GONE:
                 continue
-            state = states[_state(judged, open_keys, dead_keys)]
+            state = states[_state(judged, open_keys, dead_keys, done)]
             state["shards"] += 1
             state["bytes"] += judged.shard.num_bytes
             if judged.state is ShardState.UNREADABLE and len(unreadable) < _NAMED:
@@ -62,12 +63,12 @@ def _keys(payloads: Iterator[bytes]) -> Iterator[str]:
             continue
 
 
-def _state(judged: Judged, open_keys: set[str], dead_keys: set[str]) -> str:
+def _state(judged: Judged, open_keys: set[str], dead_keys: set[str], done: str) -> str:
     if judged.state is not ShardState.KEPT:
         return str(judged.state)
     if judged.shard.key in dead_keys:
         return "dead_lettered"
-    return "referenced" if judged.shard.key in open_keys else "released"
+    return "referenced" if judged.shard.key in open_keys else done
 
 
 def show_counts(counts: dict[str, Any], uri: str) -> list[str]:

@@ -30,6 +30,7 @@ from eaglefeed.errors import ConfigError
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import Rebuilt, check_empty
 from eaglefeed.producer.rebuild import rebuild as rebuild_queue
+from eaglefeed.producer.replay import check_over
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.storage.base import FeatureStore
 from eaglefeed.storage.janitor import Collected, collect
@@ -38,6 +39,7 @@ __all__ = ["app"]
 
 app = typer.Typer(help="Look at a run's shards, and set them right.", no_args_is_help=True, rich_markup_mode=None)
 
+_RETAINED_HELP = "Also what trainers retained, once every epoch is over: no other can be replayed then."
 _OUTAGE_S = 5.0
 _SHOWN = 20
 _FAILED = 3
@@ -47,6 +49,7 @@ _FAILED = 3
 def gc(
     ctx: typer.Context,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, say what would go.")] = False,
+    retained: Annotated[bool, typer.Option("--retained", help=_RETAINED_HELP)] = False,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
@@ -57,7 +60,9 @@ def gc(
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
     refuse_peers(settings, "nothing to collect")
     with _opened(settings) as (queues, shards):
-        ledger = QueueLedger(queues.run, queues.named)
+        ledger = QueueLedger(queues.run, queues.named, lifted=retained)
+        for samples in ledger.releases() if retained else ():
+            check_over(queues.named, samples.name)
         found = collect(shards, ledger, dry_run=dry_run)
         if dry_run:
             found.released = sum(_first_group(queues, samples.name).stats().released for samples in ledger.releases())

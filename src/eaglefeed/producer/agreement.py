@@ -11,7 +11,28 @@ from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECOR
 from eaglefeed.schema.prompt import Prompt
 from eaglefeed.storage.base import FeatureStore
 
-__all__ = ["RunAgreement"]
+__all__ = ["RunAgreement", "agree_on_run"]
+
+Assets = Callable[[], tuple[dict[str, Tensor], dict[str, str]]]
+
+
+def agree_on_run(
+    store: FeatureStore, samples: LeaseQueue, mine: RunContract, assets: Assets, *, run_id: str, who: str
+) -> None:
+    """Before `who` writes a shard: write the run's contract and assets, or check that `mine` is the one that stands.
+
+    Raises:
+        ContractMismatch: names every field that differs.
+        StorageError: they cannot be written.
+    """
+    register(store, samples, run_id)
+    store.put_document(CONTRACT_FILE, mine.to_json())
+    written = store.get_document(CONTRACT_FILE)
+    RunContract.from_json(written or b"").require(mine, who)
+    stands = samples.agree(CONTRACT_RECORD, mine.to_json())
+    RunContract.from_json(stands).require(mine, who)
+    if not store.has_document(ASSETS_FILE):
+        store.put_assets(ASSETS_FILE, *assets())
 
 
 class RunAgreement:
@@ -31,7 +52,7 @@ class RunAgreement:
         store: FeatureStore,
         samples: LeaseQueue,
         mine: RunContract,
-        assets: Callable[[], tuple[dict[str, Tensor], dict[str, str]]],
+        assets: Assets,
         *,
         run_id: str,
         name: str,
@@ -57,20 +78,11 @@ class RunAgreement:
         if self._contract is None:
             mine = self._mine.model_copy(update={"max_length": prompt.max_length})
             theirs.require(mine, f"producer {self._name}")
-            self._contract = self._agree(theirs)
+            agree_on_run(
+                self._store, self._samples, theirs, self._assets, run_id=self._run_id, who=f"producer {self._name}"
+            )
+            self._contract = theirs
         elif theirs != self._contract:
             fault = "prompt tokenized otherwise than the run's contract says"
             raise SchemaError(fault, subject=prompt.sample_id, wanted=self._contract.id, got=theirs.id)
         return self._contract
-
-    def _agree(self, mine: RunContract) -> RunContract:
-        """Write the run's contract and assets, or check that mine is the one that stands there."""
-        register(self._store, self._samples, self._run_id)
-        self._store.put_document(CONTRACT_FILE, mine.to_json())
-        written = self._store.get_document(CONTRACT_FILE)
-        RunContract.from_json(written or b"").require(mine, f"producer {self._name}")
-        stands = self._samples.agree(CONTRACT_RECORD, mine.to_json())
-        RunContract.from_json(stands).require(mine, f"producer {self._name}")
-        if not self._store.has_document(ASSETS_FILE):
-            self._store.put_assets(ASSETS_FILE, *self._assets())
-        return mine

@@ -12,7 +12,7 @@ from eaglefeed.schema.refs import decode_ref
 from eaglefeed.storage.base import FeatureStore, key_of
 from eaglefeed.storage.orphans import EVERY_KEY, introduce
 
-__all__ = ["QueueLedger", "register"]
+__all__ = ["QueueLedger", "enlist", "register"]
 
 _SAMPLES = "samples"
 _QUEUE = "queue:"
@@ -27,10 +27,11 @@ class QueueLedger:
     Args:
         run_id: as it stands in the refs of the run.
         open_queue: opens a queue of the run by its name.
+        lifted: as if no queue retained what it has released: nobody will replay it.
     """
 
-    def __init__(self, run_id: str, open_queue: Callable[[str], LeaseQueue]) -> None:
-        self.run_id, self._open = run_id, open_queue
+    def __init__(self, run_id: str, open_queue: Callable[[str], LeaseQueue], *, lifted: bool = False) -> None:
+        self.run_id, self._open, self._lifted = run_id, open_queue, lifted
         self._run = open_queue(_SAMPLES)
 
     def instance(self) -> str:
@@ -41,9 +42,9 @@ class QueueLedger:
         """See RefLedger."""
         return {name.removeprefix(rules.FORMER) for name in self._run.agreed() if name.startswith(rules.FORMER)}
 
-    def retains(self) -> bool:
+    def retains(self, queue: str) -> bool:
         """See RefLedger."""
-        return RETAIN_RECORD in self._run.agreed()
+        return not self._lifted and RETAIN_RECORD + queue in self._run.agreed()
 
     def leased(self, tokens: Collection[int]) -> set[int]:
         """See RefLedger."""
@@ -56,7 +57,8 @@ class QueueLedger:
         for samples in self.releases():
             for item in samples.find(ids):
                 keys.setdefault(item.id, set()).add(_key(item.id, item.payload))
-            for item_id in samples.known(ids) if self.retains() else ():  # asked after what it may have kept
+            # asked after what it may have kept
+            for item_id in samples.known(ids) if self.retains(samples.name) else ():
                 keys.setdefault(item_id, {EVERY_KEY})
         return keys
 
@@ -74,9 +76,14 @@ def _key(item_id: str, payload: bytes) -> str:
         return EVERY_KEY
 
 
+def enlist(samples: LeaseQueue) -> None:
+    """List a samples queue in the run's record, before its first ref: then every ledger asks it too."""
+    samples.agree(f"{_QUEUE}{samples.name}", b"1")
+
+
 def register(store: FeatureStore, samples: LeaseQueue, run_id: str) -> None:
     """Before a producer's first shard: list its queue in the run's record, and introduce the queue to the store."""
-    samples.agree(f"{_QUEUE}{samples.name}", b"1")
+    enlist(samples)
     if not introduce(store, QueueLedger(run_id, lambda _: samples)):
         fix = "before feeding, `eaglefeed store rebuild`, or delete the folder; until then no janitor deletes shards"
         log.warning("shards_from_before", store=store.uri, run_id=run_id, fix=fix)

@@ -1,6 +1,6 @@
 """A queue that lost its data gets the refs of the shards that lie in the store."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -13,7 +13,7 @@ from eaglefeed.schema.refs import SampleRef, encode_ref
 from eaglefeed.storage.base import FeatureStore, key_of
 from eaglefeed.storage.orphans import RefLedger, is_known, name_parts, note_instance, read_own_ref
 
-__all__ = ["Rebuilt", "check_empty", "has_unknown_shards", "rebuild"]
+__all__ = ["Rebuilt", "check_empty", "has_unknown_shards", "newest_refs", "no_shards", "rebuild", "still_there"]
 
 
 @dataclass
@@ -47,11 +47,10 @@ def rebuild(store: FeatureStore, prompts: LeaseQueue, samples: LeaseQueue, run_i
     """
     check_empty(prompts, samples)
     found = Rebuilt()
-    refs = list(_newest_refs(store, run_id, found))
+    refs = list(newest_refs(store, run_id, found))
     if not refs:
-        raise _no_shards(store, run_id, found)
-    there = {shard.key for shard in store.scan()}  # reading took its time, and a janitor may have been at work
-    items = [QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes) for ref in refs if key_of(ref) in there]
+        raise no_shards(store, run_id, found)
+    items = still_there(store, refs)
     max_depth = samples.limits().max_depth
     if len(items) > max_depth:
         raise QueueFull(samples.name, depth=len(items), max_depth=max_depth)
@@ -62,7 +61,14 @@ def rebuild(store: FeatureStore, prompts: LeaseQueue, samples: LeaseQueue, run_i
     return found
 
 
-def _no_shards(store: FeatureStore, run_id: str, found: Rebuilt) -> ConfigError:
+def still_there(store: FeatureStore, refs: Sequence[SampleRef]) -> list[QueueItem]:
+    """Those whose shards were not deleted while the others were read, as a samples queue takes them."""
+    there = {shard.key for shard in store.scan()}
+    return [QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes) for ref in refs if key_of(ref) in there]
+
+
+def no_shards(store: FeatureStore, run_id: str, found: Rebuilt) -> ConfigError:
+    """The store holds no whole shard of the run; tells what else it holds."""
     got = f"{found.foreign} of other runs, {len(found.damaged)} damaged"
     got += "".join(f"; {key}: {reason}" for key, reason in islice(found.damaged.items(), 1))
     fix = "check --run and --store; nothing was put"
@@ -99,8 +105,12 @@ def check_empty(*queues: LeaseQueue) -> None:
             raise ConfigError(what, subject=stats.name, wanted=wanted, got=got, fix=fix)
 
 
-def _newest_refs(store: FeatureStore, run_id: str, found: Rebuilt) -> Iterator[SampleRef]:
-    """A ref an id, by the token of its newest shard; counts what is left out."""
+def newest_refs(store: FeatureStore, run_id: str, found: Rebuilt) -> Iterator[SampleRef]:
+    """The ref of each id's newest whole shard, by the tokens of their newest ones; counts what is left out.
+
+    Raises:
+        StorageError: a shard cannot be read now.
+    """
     tokens: dict[str, list[tuple[int, str]]] = {}
     for shard in store.scan():
         sample_id, token = name_parts(shard.key)

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
@@ -172,7 +173,7 @@ def _steps(
     """A whole pass; a step is a page, or what takes `step_s`. After each the queue may be another one."""
     instance = check_known(store, ledger)
     for queue in () if dry_run else ledger.releases():
-        for count in _released_pages(queue, store, ledger.retains, clock, step_s):
+        for count in _released_pages(queue, store, partial(ledger.retains, queue.name), clock, step_s):
             found.released += count
             yield
             check_known(store, ledger, instance)

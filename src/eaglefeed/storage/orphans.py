@@ -59,6 +59,8 @@ class Released(Protocol):
 class Releases(Protocol):
     """A queue's list of samples whose shards may go; see LeaseQueue."""
 
+    name: str
+
     def released(self, n: int) -> Sequence[Released]: ...  # noqa: D102
     def forget(self, ids: Sequence[str]) -> None: ...  # noqa: D102
 
@@ -76,8 +78,8 @@ class RefLedger(Protocol):
         """The ids that purges made them forget."""
         ...
 
-    def retains(self) -> bool:
-        """Whether the run keeps the shards of released samples."""
+    def retains(self, queue: str) -> bool:
+        """Whether the shards of the samples that this queue has released stay, for a later epoch."""
         ...
 
     def leased(self, tokens: Collection[int]) -> set[int]:
@@ -85,7 +87,7 @@ class RefLedger(Protocol):
         ...
 
     def kept(self, ids: Collection[str]) -> Mapping[str, Collection[str]]:
-        """Id → keys of the shards that its refs name; EVERY_KEY where one cannot be read, or the run retains them."""
+        """Id → keys of the shards that its refs name; EVERY_KEY where one cannot be read, or a queue retains them."""
         ...
 
     def releases(self) -> Sequence[Releases]:
