@@ -1,7 +1,7 @@
 """A trainer of one's own: any nn.Module on a SampleStream. Its argument is the folder of a run."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -36,13 +36,15 @@ def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def train_with_checkpoints(
-    stream: SampleStream, learn: Callable[[list[Eagle3TargetBatch]], object], save: Callable[[int, list[str]], object]
+    stream: SampleStream,
+    learn: Callable[[list[Eagle3TargetBatch]], object],
+    save: Callable[[Mapping[str, object]], object],
 ) -> int:
-    """The same exactly once: `save` keeps the step, the ids and your model. Returns the number of steps.
+    """The same exactly once: `save` keeps the stream's state and your model. Returns the step.
 
-    Started again, load what was saved, and build the stream with `session=samples.restore(step, seen=ids)`.
+    Started again, call `stream.load_state_dict` with what was saved last, or with the stream's own state, first.
     """
-    step = 0  # or the step of your checkpoint
+    step = stream.state_dict()["step"]
     while not stream.ended:
         batches = stream.take(8, wait_s=30.0)
         if batches:
@@ -50,7 +52,7 @@ def train_with_checkpoints(
             step += 1
             stream.ack(step)  # comes again until a checkpoint holds it
         if not batches or stream.ended or step % 100 == 0:
-            save(step, stream.state_dict()["seen"])
+            save(stream.state_dict())
             stream.commit(step)  # settled for good; its shards go
     return step
 
@@ -64,15 +66,14 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with EmbeddedServer(folder / "queue") as server, closing(connect(server.url)) as client:
         samples = open_queue(client, folder.name, "samples")
-        session = samples.restore(0)  # what an earlier start of ours held when it died comes first
         with SampleStream(
             samples,
             store,
             consumer="my-trainer",
-            session=session,
             contract=assets.contract,
             head=assets.head(),  # makes target_probs of last hidden states; None in a run that stores them
         ) as stream:
+            stream.load_state_dict(stream.state_dict())  # what an earlier start held when it died comes first
             losses = train(stream, model, optimizer)
     sys.stdout.write(f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last\n")
 
