@@ -123,13 +123,13 @@ def test_the_answer_is_the_targets_own_whoever_guesses(name: str, who: str, requ
 
 
 def test_an_oracle_is_accepted_whole_every_round(llama: PreTrainedModel) -> None:
-    for answer in answers(llama, oracle(llama), num_tokens=21):
-        assert answer.rounds == (1, 5, 5, 5, 5)
+    for answer in answers(llama, oracle(llama), num_tokens=26):
+        assert answer.accepted == (4, 4, 4, 4, 4)
 
 
 def test_the_tokens_after_a_wrong_guess_are_not_accepted(llama: PreTrainedModel) -> None:
     for answer in answers(llama, oracle(llama, wrong_at=2), num_tokens=10):
-        assert answer.rounds == (1, 3, 3, 3)
+        assert answer.accepted == (2, 2, 2)
 
 
 def test_an_answer_ends_with_its_end_token_inside_a_round_of_accepted_guesses(llama: PreTrainedModel) -> None:
@@ -138,7 +138,8 @@ def test_an_answer_ends_with_its_end_token_inside_a_round_of_accepted_guesses(ll
     for prompt, answer in zip(PROMPTS, answers(llama, oracle(llama), end_ids=end_ids), strict=True):
         wanted = greedy(llama, prompt, 20, end_ids)
         assert list(answer.token_ids) == wanted
-        assert sum(answer.rounds) == len(wanted)
+        # The prefill's token, then five a round; the last round's guesses count beyond the end too, as servers do.
+        assert answer.accepted == (4,) * -(-(len(wanted) - 1) // 5)
         assert not end_ids & set(answer.token_ids[:-1])
 
 
@@ -215,17 +216,15 @@ def test_prompt_lookup_takes_the_longest_match_and_then_the_latest() -> None:
     assert lookup.propose([[4]], settled, 2).tolist() == [[-1, -1]]
 
 
-def test_acceptance_length_is_tokens_a_forward_with_the_prefill_counted(llama: PreTrainedModel) -> None:
-    found = evaluate(
-        llama,
-        {"oracle": oracle(llama), "lookup": PromptLookupProposer()},
-        PROMPTS,
-        aux_layer_ids=AUX,
-        max_new_tokens=21,
-        batch_size=4,
-    )
-    assert found["oracle"].accept_length == pytest.approx(21 / 5)
-    assert (found["oracle"].num_prompts, found["oracle"].num_tokens, found["oracle"].num_forwards) == (4, 84, 20)
+def test_acceptance_length_is_what_servers_count_one_and_accepted_guesses_a_round(llama: PreTrainedModel) -> None:
+    proposers = {"oracle": oracle(llama), "wrong": oracle(llama, wrong_at=1)}
+    found = evaluate(llama, proposers, PROMPTS, aux_layer_ids=AUX, max_new_tokens=20, batch_size=4)
+    whole, wrong = found["oracle"], found["wrong"]
+    # 19 tokens after the prefill's: four rounds of five, the last of which gives one more than there is room for.
+    assert (whole.num_prompts, whole.num_tokens, whole.num_rounds, whole.num_accepted) == (4, 80, 16, 64)
+    assert whole.accept_length == 5.0
+    # Ten rounds of two, of which the last again gives one too many.
+    assert (wrong.num_rounds, wrong.num_accepted, wrong.accept_length) == (40, 40, 2.0)
     assert [(e.ties, e.mismatches) for e in found.values()] == [(0, 0), (0, 0)]
 
 
@@ -238,10 +237,15 @@ def test_guessing_nothing_gives_exactly_one_token_a_forward_in_batches_of_any_si
         found = evaluate(
             llama, {"silent": Silent()}, PROMPTS, aux_layer_ids=AUX, max_new_tokens=7, batch_size=batch_size
         )["silent"]
-        assert (found.accept_length, found.num_tokens) == (1.0, 28)
+        assert (found.accept_length, found.num_tokens, found.num_rounds) == (1.0, 28, 24)
         assert [list(p.decoded.token_ids) for p in found.prompts] == [
             greedy(llama, prompt, 7, frozenset()) for prompt in PROMPTS
         ]
+
+
+def test_an_answer_of_one_token_has_no_round_and_an_acceptance_length_of_one(llama: PreTrainedModel) -> None:
+    found = evaluate(llama, {"oracle": oracle(llama)}, PROMPTS, aux_layer_ids=AUX, max_new_tokens=1)["oracle"]
+    assert (found.num_tokens, found.num_rounds, found.accept_length) == (4, 0, 1.0)
 
 
 def test_an_answer_that_is_not_the_targets_is_counted_and_a_near_tie_apart(
@@ -251,7 +255,7 @@ def test_an_answer_that_is_not_the_targets_is_counted_and_a_near_tie_apart(
     other = (wanted[3] + 1) % V
 
     def wrong(*_args: object, **_kwargs: object) -> list[Decoded]:
-        return [Decoded((*wanted[:3], other), (1, 3))]
+        return [Decoded((*wanted[:3], other), (2,))]
 
     monkeypatch.setattr("eaglefeed.consumer.evaluate.decode", wrong)
     arguments = {"aux_layer_ids": AUX, "max_new_tokens": 4}

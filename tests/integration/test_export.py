@@ -140,18 +140,31 @@ def change_tensors(**changes: torch.Tensor | None) -> Callable[[Path], None]:
     ("change", "fault"),
     [
         (change_config(rope_theta=None), "rope_theta"),
+        (change_config(rope_theta=10000.0), r"rope_theta.*12345.*10000"),
+        (change_config(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_scaling: unknown"),
+        (change_config(norm_before_residual=True), "norm_before_residual: unknown"),
+        (change_config(num_attention_heads=4, num_key_value_heads=2, head_dim=2), r"head_dim.*4.*2"),
+        (change_config(rms_norm_eps=None), "rms_norm_eps"),
+        (change_config(num_attention_heads=None), "num_attention_heads"),
+        (change_config(intermediate_size="20"), r"gate_proj\.weight: wrong tensor"),
+        (change_config(draft_vocab_size="4"), "missing or wrong"),
+        (change_config(draft_vocab_size=V), "wrong tensor"),
         (change_config(max_position_embeddings=76), "max_position_embeddings: too short a draft"),
         (change_config(max_position_embeddings=None), "max_position_embeddings"),
+        (change_config(max_position_embeddings="77"), "max_position_embeddings"),
         (change_config(tie_word_embeddings=True), "tie_word_embeddings"),
         (change_config(architectures=["LlamaForCausalLM"]), "architectures"),
         (change_config(draft_vocab_size=None), "draft_vocab_size"),
         (change_config(eagle_aux_hidden_state_layer_ids=[1, 7, 12]), "eagle_aux_hidden_state_layer_ids"),
+        (change_config(eagle_aux_hidden_state_layer_ids=[3, 9, 14]), "eagle_aux_hidden_state_layer_ids"),
         (change_tensors(d2t=None), "d2t: wrong tensor"),
         (change_tensors(t2d=None), "t2d: wrong tensor"),
         (change_tensors(**{"lm_head.weight": None}), r"lm_head\.weight: wrong tensor"),
         (change_tensors(**{"lm_head.weight": torch.zeros(12, 8)}), r"lm_head\.weight: wrong tensor"),
         (change_tensors(**{"embed_tokens.weight": torch.zeros(12, 8)}), r"embed_tokens\.weight: wrong tensor"),
+        (change_tensors(**{"norm.weight": torch.tensor([1.0] * 7 + [torch.nan])}), r"norm\.weight: not finite"),
         (change_tensors(d2t=torch.tensor(SELECTED)), "d2t holds offsets"),
+        (change_tensors(d2t=torch.zeros(4, dtype=torch.int64)), "d2t does not lead"),
         (change_tensors(d2t=torch.tensor([1, 3, 3, 6], dtype=torch.int32)), "wrong dtype"),
     ],
 )
@@ -167,4 +180,37 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     folder = export(tmp_path / "draft")
     (folder / "config.json").unlink()
     with pytest.raises(StorageError, match=r"config\.json"):
+        verify(folder)
+
+
+@pytest.mark.parametrize("written", [(0, 7, 15), (2, 9, 17), None])
+def test_layer_ids_that_are_off_by_one_or_left_to_the_server_are_found(tmp_path: Path, written: list[int]) -> None:
+    folder = export(tmp_path / "draft", aux_layer_ids=(0, 7, 15))
+    change_config(eagle_aux_hidden_state_layer_ids=written)(folder)
+    with pytest.raises(SchemaError, match=r"eagle_aux_hidden_state_layer_ids.*\[1, 8, 16\]"):
+        verify_export(folder, target_config=TARGET, aux_layer_ids=(0, 7, 15))
+
+
+@pytest.mark.parametrize("name", ["d2t", "t2d"])
+def test_a_map_beside_a_full_vocabulary_is_found(tmp_path: Path, name: str) -> None:
+    folder = export_draft(make_draft(V), tmp_path / "draft", target_config=TARGET, aux_layer_ids=DEFAULT_IDS)
+    change_tensors(**{name: torch.zeros(V, dtype=torch.bool if name == "t2d" else torch.int64)})(folder)
+    with pytest.raises(SchemaError, match=f"{name}: wrong tensor"):
+        verify(folder)
+
+
+def test_weights_that_are_not_finite_are_never_exported(tmp_path: Path) -> None:
+    draft = make_draft()
+    with torch.no_grad():
+        draft.fc.weight[0, 0] = torch.inf
+    with pytest.raises(SchemaError, match=r"fc\.weight: not finite"):
+        export_draft(draft, tmp_path / "draft", target_config=TARGET, aux_layer_ids=DEFAULT_IDS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["[]", "{"])
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    folder = export(tmp_path / "draft")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(SchemaError, match=r"config\.json"):
         verify(folder)

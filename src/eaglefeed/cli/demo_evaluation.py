@@ -1,4 +1,4 @@
-"""What the demo finds out once training is done: equal batches, and how many tokens a forward the draft is worth."""
+"""What the demo finds out once training is done: equal batches, and how many tokens a verifying forward gives."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -25,10 +25,10 @@ from eaglefeed.storage.base import FeatureStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["evaluate_drafts", "held_out_prompts", "same_as_colocated"]
+__all__ = ["MAX_NEW_TOKENS", "evaluate_drafts", "held_out_prompts", "same_as_colocated"]
 
 _NUM_PROMPTS = 12
-_MAX_NEW_TOKENS = 48
+MAX_NEW_TOKENS = 48
 
 
 def same_as_colocated(
@@ -49,7 +49,7 @@ def same_as_colocated(
         if row.sample_id not in wanted:
             continue
         prompt = to_prompt([row], tokenizer_fingerprint="", template_fingerprint="", max_length=1)
-        colocated, came = backend.generate_batch(*pad_prompt(prompt)).tensors(), wanted[row.sample_id].tensors()
+        colocated, came = backend.generate_batch(**pad_prompt(prompt)).tensors(), wanted[row.sample_id].tensors()
         if list(colocated) != list(came) or not all(torch.equal(colocated[name], came[name]) for name in came):
             return False
         compared += 1
@@ -81,7 +81,7 @@ def evaluate_drafts(
         },
         prompts,
         aux_layer_ids=assets.contract.aux_layer_ids,
-        max_new_tokens=_MAX_NEW_TOKENS,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
     lengths: dict[str, Any] = {name: round(result.accept_length, 4) for name, result in results.items()}
     return lengths | {"mismatches": sum(result.mismatches for result in results.values())}

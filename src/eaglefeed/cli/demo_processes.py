@@ -23,10 +23,11 @@ class DemoProcesses:
         settings: of the run; each command's output goes to <run>/<command>.log.
         stop: once it is set, `check` raises KeyboardInterrupt. Signals set it instead of raising wherever they come, so
             that none falls between a process' start and its being known here.
+        command_s: how long a command that is waited for may take.
     """
 
-    def __init__(self, settings: Settings, stop: threading.Event) -> None:
-        self._settings, self._stop = settings, stop
+    def __init__(self, settings: Settings, stop: threading.Event, *, command_s: float = _COMMAND_S) -> None:
+        self._settings, self._stop, self._command_s = settings, stop, command_s
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> "DemoProcesses":
@@ -46,18 +47,21 @@ class DemoProcesses:
         return process
 
     def run_to_end(self, *words: str) -> None:
-        """Run a command and check that it ended well.
+        """Run a command and check that it ended well; see `wait`."""
+        self.wait(self.start(*words))
+
+    def wait(self, *processes: "subprocess.Popen[bytes]") -> None:
+        """Wait for the end of commands and check that they ended well.
 
         Raises:
-            EaglefeedError: it did not, or not in ten minutes.
+            EaglefeedError: one did not, or not in `command_s`.
             KeyboardInterrupt: the demo was told to stop.
         """
-        process = self.start(*words)
-        deadline_s = SYSTEM_CLOCK.monotonic() + _COMMAND_S
-        while process.poll() is None:
+        deadline_s = SYSTEM_CLOCK.monotonic() + self._command_s
+        while any(process.poll() is None for process in processes):
             self.check()
             if SYSTEM_CLOCK.monotonic() > deadline_s:
-                raise EaglefeedError(f"`eaglefeed {words[0]}` took over {_COMMAND_S:g} s")
+                raise EaglefeedError(f"`eaglefeed {_name(processes[0])}` took over {self._command_s:g} s")
             SYSTEM_CLOCK.sleep(_POLL_S)
         self.check()
 
@@ -92,8 +96,12 @@ class DemoProcesses:
         return (self._settings.run_dir / f"{name}.log").open("ab")
 
     def _failed(self, process: "subprocess.Popen[bytes]") -> EaglefeedError:
-        words = process.args if isinstance(process.args, list) else [str(process.args)]
-        name = str(words[3])
+        name = _name(process)
         log = self._settings.run_dir / f"{name}.log"
         last = log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
         return EaglefeedError(f"`eaglefeed {name}` ended with {process.returncode}", subject=str(log), got=last)
+
+
+def _name(process: "subprocess.Popen[bytes]") -> str:
+    words = process.args if isinstance(process.args, list) else [str(process.args)]
+    return str(words[3])

@@ -69,11 +69,12 @@ class Decoded:
 
     Args:
         token_ids: what was generated, up to and with the end token.
-        rounds: tokens that each forward of the target gave: 1 by the prefill, then accepted guesses and one of its own.
+        accepted: guesses that each verifying forward accepted, those of the last one that lie beyond the answer's end
+            as well, for servers count them too. The prefill verifies nothing.
     """
 
     token_ids: tuple[int, ...]
-    rounds: tuple[int, ...]
+    accepted: tuple[int, ...]
 
 
 class TargetDecoder:
@@ -147,7 +148,7 @@ def decode(
     while not all(answer.done for answer in answers):
         guesses = proposer.propose([answer.ids for answer in answers], settled, num_draft_tokens)
         settled = _verify(target, answers, guesses)
-    return [Decoded(tuple(answer.generated), tuple(answer.rounds)) for answer in answers]
+    return [Decoded(tuple(answer.generated), tuple(answer.accepted)) for answer in answers]
 
 
 class _Answer:
@@ -156,7 +157,7 @@ class _Answer:
     def __init__(self, ids: list[int], end_ids: frozenset[int], max_new_tokens: int) -> None:
         self.ids, self.prompt_length = ids, len(ids)
         self.end_ids, self.max_new_tokens = end_ids, max_new_tokens
-        self.rounds: list[int] = []
+        self.accepted: list[int] = []
 
     @property
     def generated(self) -> list[int]:
@@ -167,13 +168,15 @@ class _Answer:
         return len(self.generated) >= self.max_new_tokens or (bool(self.generated) and self.ids[-1] in self.end_ids)
 
     def add(self, tokens: list[int]) -> None:
-        """Take a forward's tokens, up to the end token and the limit; nothing once it is done."""
-        if self.done:
-            return
+        """Take a forward's tokens, up to the end token and the limit."""
         end = next((i + 1 for i, token in enumerate(tokens) if token in self.end_ids), len(tokens))
-        kept = tokens[: min(end, self.max_new_tokens - len(self.generated))]
-        self.ids += kept
-        self.rounds.append(len(kept))
+        self.ids += tokens[: min(end, self.max_new_tokens - len(self.generated))]
+
+    def add_round(self, tokens: list[int], num_accepted: int) -> None:
+        """Take a verifying forward's accepted guesses and its own token; nothing once it is done."""
+        if not self.done:
+            self.accepted.append(num_accepted)
+            self.add(tokens[: num_accepted + 1])
 
 
 def _prefill(target: TargetDecoder, answers: Sequence[_Answer]) -> Settled:
@@ -201,7 +204,7 @@ def _verify(target: TargetDecoder, answers: Sequence[_Answer], guesses: Tensor) 
     valid = steps <= num_accepted[:, None]
     target.hide(~valid)
     for answer, tokens, count in zip(answers, best.tolist(), num_accepted.tolist(), strict=True):
-        answer.add(tokens[: count + 1])
+        answer.add_round(tokens, count)
     return Settled(best, aux, positions, valid)
 
 

@@ -31,8 +31,9 @@ class PromptEvaluation:
 class Evaluation:
     """A proposer over all prompts.
 
-    `accept_length` is num_tokens / num_forwards: tokens a forward of the target, its own token after the accepted
-    guesses included. The prefill is a forward and gives one token, so that decoding without guesses has exactly 1.0.
+    `accept_length` is 1 + num_accepted / num_rounds, what vLLM's log calls the mean acceptance length: tokens that a
+    verifying forward gives, its own after the accepted guesses included. The prefill verifies nothing and is no round.
+    A forward that had nothing to verify is one here, and not for vLLM; that happens to prompt lookup, never to a draft.
     """
 
     prompts: tuple[PromptEvaluation, ...]
@@ -48,14 +49,19 @@ class Evaluation:
         return sum(len(prompt.decoded.token_ids) for prompt in self.prompts)
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards of the target, counted for each prompt that was not at its end."""
-        return sum(len(prompt.decoded.rounds) for prompt in self.prompts)
+    def num_rounds(self) -> int:
+        """Verifying forwards, counted for each prompt that was not at its end."""
+        return sum(len(prompt.decoded.accepted) for prompt in self.prompts)
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted guesses, those beyond the end of an answer included."""
+        return sum(sum(prompt.decoded.accepted) for prompt in self.prompts)
 
     @property
     def accept_length(self) -> float:
-        """Tokens a forward; 0.0 without prompts."""
-        return self.num_tokens / max(self.num_forwards, 1)
+        """Tokens a verifying forward; 1.0, as without guesses, where there was none."""
+        return 1 + self.num_accepted / max(self.num_rounds, 1)
 
     @property
     def ties(self) -> int:

@@ -23,6 +23,15 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 """vLLM's key. Its ids name the *input* of a layer: our output of layer j is its j + 1."""
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_FREE = {
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "draft_vocab_size",
+    "max_position_embeddings",
+    "torch_dtype",
+}
+"""What the target does not decide; shapes and length are checked apart."""
 
 
 def export_draft(
@@ -79,13 +88,17 @@ def verify_export(folder: Path, *, target_config: Mapping[str, Any], aux_layer_i
         config = json.loads(text)
     except ValueError as error:
         raise SchemaError("not JSON", subject=str(folder / _CONFIG), got=str(error)) from None
+    if not isinstance(config, dict):
+        raise SchemaError("not a draft's config.json", subject=str(folder / _CONFIG), got=type(config).__name__)
     _check_config(config, target_config, aux_layer_ids)
     shapes = _wanted_shapes(config)
     for name in [*shapes, *tensors]:
         wanted, got = shapes.get(name), list(tensors[name].shape) if name in tensors else None
         if wanted != got:
-            fix = "" if wanted else "servers would use it in place of the target's: export again"
+            fix = "" if wanted else "servers would use it in place of what they have: export again"
             raise SchemaError("wrong tensor", subject=name, wanted=wanted or "none", got=got or "none", fix=fix)
+        if not tensors[name].isfinite().all():
+            raise SchemaError("not finite", subject=name, fix="take an earlier checkpoint: nothing would be accepted")
     if "d2t" in shapes:
         _check_vocabulary(tensors["d2t"], tensors["t2d"])
 
@@ -140,8 +153,12 @@ def _check_config(config: Mapping[str, Any], target_config: Mapping[str, Any], a
     wanted = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
+        "hidden_act": "silu",
         "num_hidden_layers": 1,
         "hidden_size": target.hidden_size,
+        # The shapes hold heads and head_dim only as a product.
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
         "vocab_size": target.vocab_size,
         # Servers fall back to 10000 without it, and accept fewer tokens.
         "rope_theta": target.rope_theta,
@@ -153,9 +170,12 @@ def _check_config(config: Mapping[str, Any], target_config: Mapping[str, Any], a
             raise SchemaError(
                 "wrong value in the draft's config.json", subject=name, wanted=value, got=config.get(name)
             )
+    for name in config.keys() - wanted.keys() - _FREE:
+        what, fix = "unknown in the draft's config.json", "servers may act on it: export again"
+        raise SchemaError(what, subject=name, wanted="none", got=config[name], fix=fix)
     # Below the length that is served, nothing is accepted.
-    longest = config.get("max_position_embeddings", 0)
-    if longest < target.max_position_embeddings:
+    longest = config.get("max_position_embeddings")
+    if not isinstance(longest, int) or longest < target.max_position_embeddings:
         wanted_length = f"at least the target's {target.max_position_embeddings}"
         raise SchemaError("too short a draft", subject="max_position_embeddings", wanted=wanted_length, got=longest)
 
@@ -166,8 +186,9 @@ def _wanted_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
         hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         q, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
         size = config["draft_vocab_size"]
-    except KeyError as error:
-        raise SchemaError("missing in the draft's config.json", subject=str(error.args[0])) from None
+        mapped = {"d2t": [size], "t2d": [vocab]} if size < vocab else {}
+    except (KeyError, TypeError) as error:
+        raise SchemaError("missing or wrong in the draft's config.json", subject=str(error.args[0])) from None
     shapes = {
         "fc.weight": [hidden, 3 * hidden],
         "lm_head.weight": [size, hidden],
@@ -183,7 +204,7 @@ def _wanted_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
         "midlayer.mlp.up_proj.weight": [inner, hidden],
         "midlayer.mlp.down_proj.weight": [hidden, inner],
     }
-    return shapes | ({"d2t": [size], "t2d": [vocab]} if size < vocab else {})
+    return shapes | mapped
 
 
 def _check_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
