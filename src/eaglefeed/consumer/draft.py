@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eaglefeed.consumer.draft_config import DraftConfig
-from eaglefeed.consumer.draft_layers import DraftCache, KeyValue, Layer, Rotary
+from eaglefeed.consumer.draft_layers import DraftCache, KeyValue, Layer, Norm, Rotary
 from eaglefeed.consumer.loss import DraftOutput, project_supervision, unroll_loss
 from eaglefeed.errors import SchemaError
 
@@ -48,7 +48,7 @@ class Eagle3Draft(nn.Module):
         size = config.hidden_size
         self.fc = nn.Linear(3 * size, size, bias=False)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.norm = Norm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("embed_tokens", torch.zeros(config.vocab_size, size), persistent=False)
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size, persistent=False)
@@ -63,6 +63,11 @@ class Eagle3Draft(nn.Module):
         for quiet in (self.fc, self.midlayer.self_attn.o_proj, self.midlayer.mlp.down_proj):
             quiet.weight.mul_(_QUIET)
         self.fc.weight[:, -self.config.hidden_size :].diagonal().add_(_QUIET)
+        # Keys like their queries: each position looks at itself first, whose token is the one to go on from. Otherwise
+        # a run's first hundred steps go into finding it (held-out accuracy 0.24 against 0.22 after 460 conversations).
+        attention = self.midlayer.self_attn
+        of_head = attention.q_proj.weight.view(attention.kv_heads, -1, attention.head_dim, 2 * self.config.hidden_size)
+        attention.k_proj.weight.copy_(of_head.sum(1).flatten(0, 1))
 
     @torch.no_grad()
     def initialize_from_target(

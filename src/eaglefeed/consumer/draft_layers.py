@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eaglefeed.consumer.draft_config import DraftConfig
 
-__all__ = ["Attention", "DraftCache", "KeyValue", "Layer", "Mlp", "Rotary"]
+__all__ = ["Attention", "DraftCache", "KeyValue", "Layer", "Mlp", "Norm", "Rotary"]
 
 
 class KeyValue(NamedTuple):
@@ -65,6 +65,14 @@ class Rotary(NamedTuple):
         """Rotate queries or keys [B, heads, n, d] to their positions."""
         first, second = x.chunk(2, dim=-1)
         return x * self.cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * self.sin.to(x.dtype)
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm that stays in its weight's dtype where products run in a lower one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] → [..., H]."""
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Attention(nn.Module):
@@ -135,9 +143,9 @@ class Layer(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = Attention(config), Mlp(config)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def project(self, embeds: Tensor, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, KeyValue]:
         """Queries, keys and values of embeds and hidden, [B, n, H] each."""
