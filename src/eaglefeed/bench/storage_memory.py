@@ -77,8 +77,10 @@ class _CheapTarget(Eagle3TargetBackend):
     def __init__(self, hidden: int, draft_vocab: int) -> None:
         self._hidden, self._draft_vocab = hidden, draft_vocab
 
-    def generate_batch(self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Eagle3TargetBatch:
-        """See Eagle3TargetBackend."""
+    def generate_batch(
+        self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, **_packing: Tensor | None
+    ) -> Eagle3TargetBatch:
+        """See Eagle3TargetBackend; its rows are never packed."""
         length = input_ids.shape[1]
         probs = torch.empty(1, length, self._draft_vocab, dtype=torch.bfloat16).fill_(0)
         probs[:, :-1, 0] = 1

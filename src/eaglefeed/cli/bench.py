@@ -101,6 +101,29 @@ def remote(
     _require(document["must"], "bench remote", "`bare` says how fast loopback was meanwhile")
 
 
+@app.command("pipeline")
+def pipeline(
+    folder: Annotated[Path, typer.Option("--dir", help="Where shards go: a folder on the file system in question.")] = (
+        Path("runs")
+    ),
+    rounds: RoundsOption = None,
+    quick: QuickOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what streaming costs a training, beside the same batches in memory; fails if a bound is missed."""
+    from eaglefeed.bench.bed import opened_bed
+    from eaglefeed.bench.pipeline_plan import FULL, QUICK
+    from eaglefeed.bench.pipeline_run import run_pipeline_bench
+    from eaglefeed.bench.pipeline_table import render
+
+    logs.configure("ERROR")
+    plan = QUICK if quick else FULL
+    with opened_bed(None) as bed:
+        document = run_pipeline_bench(bed, folder, replace(plan, rounds=rounds or plan.rounds), tell=_tell)
+    emit(as_json, document, render(document))
+    _require(document["must"], "bench pipeline", "`device.ceiling` says how fast samples came without a step")
+
+
 def _require(must: list[dict[str, Any]], subject: str, hint: str) -> None:
     from eaglefeed.bench.musts import missed
 
