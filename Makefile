@@ -6,9 +6,10 @@ PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip
 TORCH_INDEX ?=
 CHAOS ?=
+LONG ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-peers chaos
+.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-pipeline bench-peers chaos train-long
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
@@ -17,9 +18,9 @@ test: install-dev
 	scripts/check $(VENV)
 	$(VENV)/bin/python -m pytest
 
-# The engine vllm for real, on the CPU: vLLM in an environment of its own (2.5 GB), then the tests that need it.
+# vLLM for real, on the CPU and in an environment of its own (2.5 GB): as an engine, and serving the draft of a demo.
 test-vllm: install-dev .vllm/.installed
-	$(VENV)/bin/python -m pytest -m vllm -rP tests/contract/test_engines.py
+	$(VENV)/bin/python -m pytest -m vllm -rP tests/contract/test_engines.py tests/contract/test_draft_serves.py
 
 # torchvision and the others do not load beside this build of torch, and vLLM runs without them.
 .vllm/.installed: Makefile
@@ -30,6 +31,11 @@ test-vllm: install-dev .vllm/.installed
 
 check: install-dev
 	scripts/check $(VENV)
+
+# Train a draft of the packaged target on some 2,300 prompts and measure it; at most an hour on two cores. Goes on where
+# an interrupted one stopped. Options: LONG="--prompts 60".
+train-long: install
+	$(VENV)/bin/python scripts/train-long $(LONG)
 
 # Options: CHAOS="--deliveries 100000 --seed 7 --server redis".
 chaos: install-dev
@@ -48,12 +54,12 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,object,serve,dev]'
+	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,object,interop,serve,dev]'
 	touch $@
 
-# Measure queue, stores and remote target against their bounds and peers, on an otherwise idle machine; in turn.
+# Measure queue, stores, remote target and pipeline against their bounds and peers, on an otherwise idle machine; in turn.
 bench:
-	$(MAKE) --keep-going --jobs=1 bench-queue bench-storage bench-remote
+	$(MAKE) --keep-going --jobs=1 bench-queue bench-storage bench-remote bench-pipeline
 
 bench-queue: install bench-peers
 	$(VENV)/bin/eaglefeed bench queue --json > bench.json
@@ -64,6 +70,9 @@ bench-storage: install bench-peers
 bench-remote: install bench-peers
 	$(PIP) install --quiet -c constraints-cpu.txt -e '.[local,serve]'
 	$(VENV)/bin/eaglefeed bench remote --json > bench-remote.json
+
+bench-pipeline: install
+	$(VENV)/bin/eaglefeed bench pipeline --json > bench-pipeline.json
 
 bench-peers:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/bench-peers

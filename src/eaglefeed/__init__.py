@@ -7,8 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eaglefeed.consumer.dataset import SampleDataset
+    from eaglefeed.consumer.draft import Eagle3Draft
+    from eaglefeed.consumer.draft_config import DraftConfig
+    from eaglefeed.consumer.export import export_draft
+    from eaglefeed.consumer.hf_trainer import DraftModule, EaglefeedTrainerMixin
+    from eaglefeed.consumer.ranks import Ranks
     from eaglefeed.consumer.remote import RemoteEagle3TargetModel
-    from eaglefeed.consumer.run import load_run_assets
+    from eaglefeed.consumer.rounds import RoundStream
+    from eaglefeed.consumer.run import RunAssets, load_run_assets
     from eaglefeed.consumer.stream import SampleStream
     from eaglefeed.producer.engine import Eagle3Target
     from eaglefeed.producer.engines.sglang import SGLangEagle3TargetModel
@@ -28,9 +35,13 @@ if TYPE_CHECKING:
     from eaglefeed.storage.base import FeatureStore, open_store
 
 __all__ = [
+    "DraftConfig",
+    "DraftModule",
+    "Eagle3Draft",
     "Eagle3Target",
     "Eagle3TargetBackend",
     "Eagle3TargetBatch",
+    "EaglefeedTrainerMixin",
     "EmbeddedServer",
     "FeatureAlgorithm",
     "FeatureSpec",
@@ -39,9 +50,13 @@ __all__ = [
     "MemoryLeaseQueue",
     "MemoryServer",
     "ProducerWorker",
+    "Ranks",
     "RemoteEagle3TargetModel",
+    "RoundStream",
+    "RunAssets",
     "RunContract",
     "SGLangEagle3TargetModel",
+    "SampleDataset",
     "SampleRef",
     "SampleStream",
     "TargetServer",
@@ -49,6 +64,7 @@ __all__ = [
     "VocabMapping",
     "__version__",
     "connect",
+    "export_draft",
     "load_run_assets",
     "open_queue",
     "open_store",
@@ -58,9 +74,13 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DraftConfig": "eaglefeed.consumer.draft_config",
+    "DraftModule": "eaglefeed.consumer.hf_trainer",
+    "Eagle3Draft": "eaglefeed.consumer.draft",
     "Eagle3Target": "eaglefeed.producer.engine",
     "Eagle3TargetBackend": "eaglefeed.schema.batch",
     "Eagle3TargetBatch": "eaglefeed.schema.batch",
+    "EaglefeedTrainerMixin": "eaglefeed.consumer.hf_trainer",
     "EmbeddedServer": "eaglefeed.queue.embedded",
     "FeatureAlgorithm": "eaglefeed.schema.refs",
     "FeatureSpec": "eaglefeed.schema.refs",
@@ -69,15 +89,20 @@ _HOMES = {
     "MemoryLeaseQueue": "eaglefeed.queue.memory",
     "MemoryServer": "eaglefeed.queue.memory",
     "ProducerWorker": "eaglefeed.producer.worker",
+    "Ranks": "eaglefeed.consumer.ranks",
     "RemoteEagle3TargetModel": "eaglefeed.consumer.remote",
+    "RoundStream": "eaglefeed.consumer.rounds",
+    "RunAssets": "eaglefeed.consumer.run",
     "RunContract": "eaglefeed.schema.contract",
     "SGLangEagle3TargetModel": "eaglefeed.producer.engines.sglang",
+    "SampleDataset": "eaglefeed.consumer.dataset",
     "SampleRef": "eaglefeed.schema.refs",
     "SampleStream": "eaglefeed.consumer.stream",
     "TargetServer": "eaglefeed.producer.server",
     "VLLMEagle3TargetModel": "eaglefeed.producer.engines.vllm",
     "VocabMapping": "eaglefeed.schema.vocab",
     "connect": "eaglefeed.queue.connection",
+    "export_draft": "eaglefeed.consumer.export",
     "load_run_assets": "eaglefeed.consumer.run",
     "open_queue": "eaglefeed.queue",
     "open_store": "eaglefeed.storage.base",

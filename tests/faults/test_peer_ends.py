@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 import pipeline
-from eaglefeed.consumer import prefetch
+from eaglefeed.consumer import leasing
 from eaglefeed.consumer.run import load_run_assets
 from eaglefeed.errors import SampleMissing, StorageError
 from eaglefeed.producer import worker
@@ -29,8 +29,8 @@ THREE = tuple(pipeline.prompt(index) for index in range(3))
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GONE_S", 0.05)
-    monkeypatch.setattr(prefetch, "_GONE_DELAY_S", 0.05)
-    monkeypatch.setattr(prefetch, "_RECALL_S", 0.05)
+    monkeypatch.setattr(leasing, "_GONE_DELAY_S", 0.05)
+    monkeypatch.setattr(leasing, "_RECALL_S", 0.05)
     monkeypatch.setattr(worker, "_RECALL_S", 0.2)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import pipeline
-from eaglefeed.consumer import prefetch
+from eaglefeed.consumer import leasing
 from eaglefeed.consumer.stream import SampleStream
-from eaglefeed.errors import SampleMissing
+from eaglefeed.errors import PeerGone, SampleMissing
 from eaglefeed.queue import EmbeddedServer, connect, open_queue, rules
 from eaglefeed.queue.base import QueueItem
 from eaglefeed.schema.prompt import PromptRow, encode_prompt
@@ -96,8 +96,8 @@ def data_plane(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def cluster(tmp_path: Path, data_plane: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(rules, "WORKER_GRACE_S", peer_producer.GRACE_S)
-    monkeypatch.setattr(prefetch, "_GONE_DELAY_S", 0.2)
-    monkeypatch.setattr(prefetch, "_RECALL_S", 0.2)
+    monkeypatch.setattr(leasing, "_GONE_DELAY_S", 0.2)
+    monkeypatch.setattr(leasing, "_RECALL_S", 0.2)
     monkeypatch.setattr(peers_module, "_GONE_S", 0.2)
     monkeypatch.setattr(peers_module, "_WAITS", 0)
     with ExitStack() as stack:
@@ -167,6 +167,8 @@ def _is_freed(cluster: Cluster, ref: SampleRef) -> bool:
         cluster.puller.header(ref)
     except SampleMissing:
         return True
+    except PeerGone:  # it has just been woken, and its machine is busy
+        return False
     return False
 
 

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 import pipeline
-from eaglefeed.consumer import prefetch
+from eaglefeed.consumer import leasing
 from eaglefeed.errors import ConfigError, PeerGone
 from eaglefeed.producer import worker
 from eaglefeed.producer.ledger import QueueLedger
@@ -28,8 +28,8 @@ THREE = tuple(pipeline.prompt(index) for index in range(3))
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_GONE_S", 0.05)
-    monkeypatch.setattr(prefetch, "_GONE_DELAY_S", 0.05)
-    monkeypatch.setattr(prefetch, "_RECALL_S", 0.05)
+    monkeypatch.setattr(leasing, "_GONE_DELAY_S", 0.05)
+    monkeypatch.setattr(leasing, "_RECALL_S", 0.05)
     monkeypatch.setattr(worker, "_RECALL_S", 0.2)
 
 
@@ -80,6 +80,7 @@ def test_refs_of_dead_producers_are_given_back_uncounted_and_never_become_dead_l
     with keeping() as dead:
         run.offer(put(dead))
     with pulling() as puller, stream_of(run, puller, max_attempts=2) as stream:
+        stream.take(1, wait_s=0.0)
         wait_until(lambda: stream.stats.gone >= 5)
         stats = stream.stats
         assert (stats.dead, stats.retried, stats.delivered) == (0, 0, 0)
@@ -98,6 +99,7 @@ def test_a_dead_producers_samples_are_made_again_and_each_is_trained_on_once(run
     _lose(run, *THREE)
     run.prompts.close()
     with pulling() as puller, stream_of(run, puller) as stream:
+        stream.take(1, wait_s=0.0)
         wait_until(lambda: stream.stats.gone >= 3)
         run.clock.advance(31)
         thread = in_thread(run.produce)
@@ -112,7 +114,8 @@ def test_a_dead_producers_samples_are_made_again_and_each_is_trained_on_once(run
 def test_a_trainer_asks_for_the_prompts_of_the_dead_to_be_taken_back(run: PeerRun) -> None:
     _lose(run, *THREE)
     run.clock.advance(31)
-    with pulling() as puller, stream_of(run, puller):
+    with pulling() as puller, stream_of(run, puller) as stream:
+        stream.take(1, wait_s=0.0)
         wait_until(lambda: run.samples.stats().parked == 3)
     assert (run.held, run.prompts.stats().ready) == (0, 3)
 
@@ -137,11 +140,13 @@ def test_a_producer_that_lives_and_cannot_be_reached_is_told_and_ends_the_stream
         run.offer(put(out_of_reach))
     with pulling() as puller, structlog.testing.capture_logs() as logs:
         with stream_of(run, puller) as stream:
+            stream.take(1, wait_s=0.0)
             wait_until(lambda: stream.stats.gone >= 2)
             run.clock.advance(61)  # it shows signs of life: nobody takes its prompts back
             wait_until(lambda: any(entry["event"] == "producer_unreachable" for entry in logs))
         run.clock.advance(30)
         with stream_of(run, puller, fail_without_producers=True) as stream:
+            stream.take(1, wait_s=0.0)
             wait_until(lambda: stream.stats.gone >= 1)
             run.clock.advance(61)
             with pytest.raises(PeerGone, match="can be reached from here"):

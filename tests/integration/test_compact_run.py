@@ -114,7 +114,7 @@ def colocated(layout: str = "llama", *, fp8: bool = False) -> tuple[list[tuple[A
     head, learner = assets.head(T2D), trainer(assets)
     history = []
     for prompt in prompts():
-        features = model.generate_batch(*pad_prompt(prompt)).tensors()
+        features = model.generate_batch(**pad_prompt(prompt)).tensors()
         if fp8:
             stored = encode_compact(features, fp8_aux=True, supervised_rows=False)
             features = decode_compact(stored, samples.specs(features), sample_id="s")
@@ -210,7 +210,7 @@ def test_a_producer_that_stores_otherwise_is_refused() -> None:
 )
 def test_wrong_compact_values_are_dead_letters_and_never_reach_the_loop(fault: str, reason: str) -> None:
     run, model = produced(), target()
-    features = model.generate_batch(*pad_prompt(prompts()[0])).tensors()
+    features = model.generate_batch(**pad_prompt(prompts()[0])).tensors()
     stored = encode_compact(features, fp8_aux=True, supervised_rows=True)
     row = stored["loss_mask"][0].nonzero()[0]
     if fault == "rows":

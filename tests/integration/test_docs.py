@@ -1,22 +1,26 @@
 """README and docs say what is there: links, commands, options, settings, files, names, and the example runs."""
 
 import importlib.util
+import inspect
 import re
 import shlex
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 
 import pytest
 import torch
 import typer
 from torch import Tensor, nn
+from torch.distributed.run import parse_args
 
 import pipeline
 import samples
 from eaglefeed import EmbeddedServer, HFEagle3TargetModel, SampleStream, connect, open_queue, open_store
 from eaglefeed.cli.app import app
+from eaglefeed.cli.train import train as train_command
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.queue.scripts import SHARED
@@ -49,7 +53,7 @@ def spans(text: str) -> list[str]:
 def command_words(text: str) -> Iterator[list[str]]:
     """The words behind `eaglefeed`, of every command line in blocks and sentences."""
     for line in chain(*(block.splitlines() for block in code(text, "")), spans(text)):
-        found = re.match(r"(?:\$ )?(?:EAGLEFEED_\w+=\S+ )?eaglefeed ((?!├|└|:).*)", line.strip())
+        found = re.match(r"(?:\$ )?(?:torchrun .* -m |EAGLEFEED_\w+=\S+ )?eaglefeed ((?!├|└|:).*)", line.strip())
         if found:
             yield shlex.split(found[1], comments=True)
 
@@ -196,6 +200,24 @@ def test_readme_python_imports_work_and_its_trainer_is_the_example() -> None:
         exec(compile(block, "README.md", "exec"), {})
     for block in blocks:
         assert block in imports or block in EXAMPLE.read_text(encoding="utf-8"), block
+
+
+def test_torchrun_takes_the_commands_that_are_shown_for_it() -> None:
+    lines = [line for text in TEXTS.values() for line in re.findall(r"^torchrun .*$", text, re.MULTILINE)]
+    lines += re.findall(r"torchrun --.*$", inspect.getdoc(train_command) or "", re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        words = parse_args(shlex.split(line)[1:])
+        assert (words.training_script, words.training_script_args[0]) == ("eaglefeed", "train"), line
+
+
+def test_the_loops_of_the_training_guide_are_those_of_the_examples() -> None:
+    examples = [(ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8") for name in ("torch_loop", "hf_trainer")]
+    blocks = code(TEXTS["docs/training.md"], "python")
+    assert len(blocks) == 3
+    for block in blocks:
+        shown = (block, indent(block, " " * 4))
+        assert any(each in example for example in examples for each in shown), block
 
 
 class ProbsTarget(pipeline.EchoTarget):

@@ -105,9 +105,9 @@ def test_states_that_are_not_finite_are_never_published() -> None:
     run.feed(*THREE)
     plain = run.target.generate_batch
 
-    def with_nan(ids: torch.Tensor, attention: torch.Tensor, loss: torch.Tensor) -> object:
-        batch = plain(ids, attention, loss)
-        if ids[0, 0] == 2:
+    def with_nan(**rows: torch.Tensor) -> object:
+        batch = plain(**rows)
+        if rows["input_ids"][0, 0] == 2:
             batch.aux_hidden_states[0, 1, 3] = float("nan")
         return batch
 
@@ -268,7 +268,7 @@ def test_padded_rows_keep_their_masks() -> None:
     from eaglefeed.schema.padding import pad_prompt
 
     both = replace(pipeline.prompt(0), rows=(PromptRow((4, 5, 6), (0, 1, 1)), PromptRow((7,), (1,))))
-    ids, attention, loss = pad_prompt(both)
+    ids, attention, loss = pad_prompt(both).values()
     assert ids.tolist() == [[4, 5, 6], [7, 0, 0]]
     assert attention.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert loss.tolist() == [[0, 1, 1], [1, 0, 0]]

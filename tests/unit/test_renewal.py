@@ -135,6 +135,33 @@ def test_an_outage_is_waited_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert not bench.is_free()
 
 
+def test_a_holder_that_leases_again_after_a_pause_or_an_outage_does_not_take_its_own_lease_back(bench: Bench) -> None:
+    bench.clock.advance(VISIBILITY_S + 5)
+    assert bench.renewer.keep_up()
+    assert not bench.is_free()
+    assert bench.renewer.is_kept(bench.token)
+    bench.clock.advance(VISIBILITY_S + 5)
+    assert bench.is_free()
+    assert bench.renewer.keep_up()
+    assert not bench.renewer.is_kept(bench.token)
+
+
+def test_a_stalled_holder_is_to_lease_nothing_which_would_cost_it_what_it_holds(bench: Bench) -> None:
+    bench.clock.advance(601)
+    assert not bench.renewer.keep_up()
+    bench.renewer.progress()
+    assert bench.renewer.keep_up()
+    assert bench.queue.ack(bench.token, ["a"]).ok == ("a",)
+
+
+def test_a_lease_that_is_too_old_to_be_renewed_is_not_kept(bench: Bench) -> None:
+    bench.work(1800, progress=True)
+    assert bench.renewer.is_kept(bench.token)
+    bench.work(30, progress=True)
+    assert not bench.renewer.is_kept(bench.token)
+    assert not bench.renewer.is_lost(bench.token)
+
+
 def test_one_lost_lease_does_not_stop_the_others(bench: Bench) -> None:
     bench.queue.put([QueueItem("b", b"payload")])
     other = bench.lease().token
