@@ -17,7 +17,7 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
 from eaglefeed.consumer.expand import TargetHead, head_of_run
 from eaglefeed.consumer.files import translated
-from eaglefeed.consumer.meter import StepMeter
+from eaglefeed.consumer.meter import Pace, StepMeter
 from eaglefeed.consumer.source import BatchSource
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 from eaglefeed.errors import ConfigError, SampleMissing, TargetError, TargetUnavailable
@@ -274,5 +274,6 @@ class TrainingRun:
             "redelivered": stats.redelivered,
             "stale": stats.stale,
             "wait_s": round(stats.wait_s, 3),
-            **self._meter.step(result.num_tokens).rounded(),
+            # Every line has all columns, also where nobody looks at a queue.
+            **(dict.fromkeys(Pace._fields) | self._meter.step(result.num_tokens).rounded()),
         }
