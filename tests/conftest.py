@@ -12,6 +12,7 @@ import pytest
 
 import queue_servers
 import s3_server
+from eaglefeed.consumer.cleaning import Cleaner
 from eaglefeed.queue.connection import QueueClient
 
 
@@ -23,6 +24,12 @@ def clients() -> Iterator[dict[str, QueueClient]]:
             kind: stack.enter_context(queue_servers.connected(binary))
             for kind, binary in queue_servers.real_servers().items()
         }
+
+
+@pytest.fixture
+def deletes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released shards are deleted by the thread that commits, and not beside it: so a test can stop it at any line."""
+    monkeypatch.setattr(Cleaner, "ask", lambda cleaner: cleaner._delete())
 
 
 @pytest.fixture(scope="session")

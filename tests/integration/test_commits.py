@@ -20,6 +20,9 @@ from eaglefeed.storage import janitor
 from eaglefeed.storage.memory import MemoryStore
 
 
+pytestmark = pytest.mark.usefixtures("deletes_in_place")
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leasing, "_WAIT_S", 0.02)  # a stream's end waits for the lease call in hand

@@ -23,6 +23,8 @@ from eaglefeed.errors import ConfigError, ContractMismatch, QueueError, SchemaVe
 from eaglefeed.queue.base import Lease, LeaseQueue
 from eaglefeed.storage.base import FeatureStore
 
+pytestmark = pytest.mark.usefixtures("deletes_in_place")
+
 NUM_SAMPLES = 10
 SIZES = {"hidden_size": samples.H, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
 CONFIG = replace(draft_samples.CONFIG, **SIZES, vocab_size=pipeline.VOCAB, draft_vocab_size=pipeline.VOCAB)

@@ -52,7 +52,7 @@ class PipelinePlan:
     device: Load = Load(
         tokens=512, hidden=4096, draft_vocab=32_000, dtype="bfloat16", step_s=0.1, steps=40, produced_ahead=True
     )
-    high_count: int = 16
+    high_count: int = 32
     quick: bool = False
 
 

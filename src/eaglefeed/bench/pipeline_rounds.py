@@ -117,7 +117,7 @@ def _train(samples: LeaseQueue, store: FeatureStore, load: Load) -> _Timed:
         for number in range(1, load.num_samples + 1):
             if number == load.warm_up + 1:
                 start_s, waited_s = SYSTEM_CLOCK.monotonic(), stream.stats.wait_s
-            training.step(_taken(stream))
+            training.step(_taken(stream, number))
             stream.ack(number)
             if number % _COMMIT_EVERY == 0:
                 stream.commit(number)
@@ -126,9 +126,13 @@ def _train(samples: LeaseQueue, store: FeatureStore, load: Load) -> _Timed:
     return _Timed(took_s, wait_s, training.digest())
 
 
-def _taken(stream: RoundStream) -> Eagle3TargetBatch:
-    for batch in stream.take(1):
-        return batch
+def _taken(stream: RoundStream, number: int) -> Eagle3TargetBatch:
+    """The sample of a step; where the queue has no room before it, what was learned is committed, as `train` does."""
+    while not stream.ended:
+        for batch in stream.take(1):
+            return batch
+        if stream.commit_due:
+            stream.commit(number - 1)
     raise EaglefeedError("samples are missing", subject="bench pipeline", got=stream.stats.delivered)
 
 

@@ -144,7 +144,7 @@ class RoundQueue:
         self.renewer.progress()
         count = self.settler.ack(step, sample_ids)
         if step is None and count:
-            self.settler.delete_released()
+            self.settler.clean()
         return count
 
     def commit(self, step: int) -> int:
@@ -153,14 +153,14 @@ class RoundQueue:
         count = self.settler.commit(step)
         if self.gatherer is not None:
             self.gatherer.committed()
-        self.settler.delete_released()
+        self.settler.clean()
         return count
 
     def close(self) -> None:
         """Give back what is not acknowledged, once `stop` is set."""
         if self.gatherer is not None:
             self.gatherer.join(_JOIN_S)
-        self.settler.give_back()
+        self.settler.close()
         self.renewer.stop()
         with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
             self._samples.farewell("trainer", self._consumer)

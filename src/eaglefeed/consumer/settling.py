@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from eaglefeed.clock import Clock
+from eaglefeed.consumer.cleaning import Cleaner
 from eaglefeed.consumer.holdings import StreamStats, bear_outage
 from eaglefeed.consumer.state import StreamState, read_state, seen_in
 from eaglefeed.errors import ConfigError, QueueUnavailable
@@ -17,6 +18,8 @@ from eaglefeed.storage.base import FeatureStore
 from eaglefeed.storage.janitor import delete_released
 
 __all__ = ["Settler"]
+
+_CLEAN_S = 60.0
 
 T = TypeVar("T")
 
@@ -44,6 +47,7 @@ class Settler:
         self._taken: dict[int, list[str]] = defaultdict(list)
         self._seen: dict[int, list[str]] = {}
         self._step = 0
+        self._cleaner = Cleaner(self.delete_released)
         if retain and store.stays_with_producer:
             fix = "leave retain out, or produce into another kind of store"
             raise ConfigError(
@@ -86,6 +90,15 @@ class Settler:
                 self._stats.returned += len(self._samples.nack(token, ids, reason="stream closed", delay_s=0).ok)
             except QueueUnavailable as error:
                 log.warning("lease_left_to_expire", lease=token, sample_ids=ids, reason=str(error))
+
+    def clean(self) -> None:
+        """Something may have been released: its shards are deleted in the background."""
+        self._cleaner.ask()
+
+    def close(self) -> None:
+        """Give back all that is held, and see what was released deleted."""
+        self.give_back()
+        self._cleaner.close(_CLEAN_S)
 
     def delete_released(self) -> int:
         """Delete the shards that no group needs any more, unless a stream of the run retains them; returns how many."""

@@ -229,7 +229,7 @@ class SampleStream:
         with self._in_session():
             count = self._settler.ack(step, sample_ids)
         if step is None and count:
-            self._settler.delete_released()
+            self._settler.clean()
         return count
 
     def commit(self, step: int) -> int:
@@ -245,7 +245,7 @@ class SampleStream:
         with self._in_session():
             count = self._settler.commit(step)
         self._taker.committed()
-        self._settler.delete_released()
+        self._settler.clean()
         return count
 
     def state_dict(self) -> StreamState:
@@ -275,7 +275,7 @@ class SampleStream:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
         self._taker.join(_JOIN_S)
-        self._settler.give_back()
+        self._settler.close()
         self._renewer.stop()
         with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
             self._samples.farewell("trainer", self._consumer)
