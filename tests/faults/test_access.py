@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eaglefeed.errors import ConfigError
-from eaglefeed.queue import connect, open_queue
+from eaglefeed.queue import connect, journal, open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.queue.connection import NotPermitted
 from faults.access_server import RIGHTS, ROOT, SERVERS, TEMPLATE, Server, started
@@ -84,6 +84,7 @@ def feed_and_produce(prompts: Any, samples: Any, target: LeaseQueue) -> None:
     prompts.nack(got.token, ["i3"], reason="bad", retryable=False)
     prompts.nack(got.token, ["i4"], reason="later", delay_s=0)
     assert [letter.id for letter in prompts.dead_letters()] == ["i3"]
+    assert list(prompts.dead_reasons()) == [("i3", "bad")]
     assert prompts.requeue(["i3"]) == 1
     prompts.farewell("producer", "a")
     assert prompts.recall(target) == 1
@@ -126,6 +127,24 @@ def test_the_files_user_may_do_all_that_the_queue_does(server: Server) -> None:
     assert samples.purge() == 1, "the sample whose producer is gone"
     client.close()
     assert called == LeaseQueue.__abstractmethods__
+
+
+def test_the_files_user_may_do_all_that_the_journal_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "MAX_WORKERS", 1)
+    monkeypatch.setattr(journal, "MAX_POINTS", 0)
+    client = server.user()
+    told = journal.RunJournal(client, "all")
+    for worker in ("a", "b"):
+        told.post("producer", worker, {"produced": 1})
+    told.note("evaluation", {"acceptance_length": 2.5})
+    assert told.append("feed", {"path": "x"}, {"accepted": 1}) == 1
+    assert told.sample(lambda: {"x": 1})
+    view = told.read()
+    assert ([worker.name for worker in view.workers], sorted(view.facts)) == (["b"], ["evaluation", "feed:1"])
+    assert view.bucket_s == 20
+    told.delete()
+    assert told.read() == journal.JournalView()
+    client.close()
 
 
 FORBIDDEN = [

@@ -5,10 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
+from eaglefeed.cli.common import RunQueues
 from eaglefeed.errors import QueueError, QueueUnavailable, UnsafeServer
+from eaglefeed.ops.bottleneck import bottleneck
+from eaglefeed.ops.facts import read_run
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.queue.connection import QueueClient
+from eaglefeed.queue.journal import RunJournal
 from eaglefeed.queue.redis import RedisLeaseQueue
 from faults.fake_server import Answer, fake_server, info
 from faults.operation_base import Run
@@ -75,6 +79,21 @@ def test_a_refusal_that_passes_with_time_is_waited_out(refusal: bytes | None) ->
         assert server.names() == ["INFO"] * 3
 
 
+@pytest.mark.parametrize(
+    ("refusal", "fix"),
+    [
+        (b"-MISCONF Errors writing to the AOF file: No space left on device\r\n", "free its disk"),
+        (b"-BUSY Redis is busy running a script.\r\n", "SCRIPT KILL"),
+        (b"-NOREPLICAS Not enough good replicas to write.\r\n", "start its replicas"),
+        (b"-OOM command not allowed when used memory > 'maxmemory'.\r\n", "raise its maxmemory"),
+    ],
+)
+def test_a_server_that_answers_is_not_told_to_be_out_of_reach(refusal: bytes, fix: str) -> None:
+    with fake_server(lambda _: refusal) as server, pytest.raises(QueueUnavailable, match=fix) as caught:
+        connect(server.url, max_wait_s=0)
+    assert "reachable" not in str(caught.value)
+
+
 def test_a_primary_that_lacks_its_replicas_is_waited_for(client: QueueClient, queue: LeaseQueue) -> None:
     client.call("CONFIG", "SET", "min-replicas-to-write", "1")
     replica = threading.Timer(0.2, client.call, ("CONFIG", "SET", "min-replicas-to-write", "0"))
@@ -126,6 +145,18 @@ def test_a_server_that_hides_its_settings_is_used() -> None:
 
 
 # large keys
+
+
+def test_a_server_out_of_memory_can_be_looked_at_and_is_what_holds_the_run_up(
+    client: QueueClient, queue: LeaseQueue
+) -> None:
+    run = RunQueues(client, "run", queue, queue)
+    assert read_run(run).refuses_writes == ""
+    client.call("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(QueueUnavailable, match="out of memory"):
+        RunJournal(client.impatient(), run.run).post("producer", "p", {})
+    found = bottleneck(read_run(run))
+    assert (found.kind, "raise its maxmemory" in found.sentence) == ("server_refuses", True)
 
 
 def test_the_purge_of_a_large_queue_costs_no_more_commands_than_that_of_a_small_one(client: QueueClient) -> None:

@@ -10,7 +10,7 @@ import structlog
 from eaglefeed.errors import ConfigError, UnsafeServer
 from eaglefeed.queue import connect, rules, server_process
 from eaglefeed.queue.base import QueueItem, QueueLimits
-from eaglefeed.queue.checks import check_server
+from eaglefeed.queue.checks import check_server, refuses_writes
 from eaglefeed.queue.scripts import SHARED, load
 from eaglefeed.queue.server_process import find_server_binary
 
@@ -106,6 +106,23 @@ def test_what_may_lose_work_is_warned_of() -> None:
 
 def test_what_a_server_hides_cannot_be_verified() -> None:
     assert warnings_of(maxmemory_policy="", aof_enabled="") == ["cannot verify maxmemory_policy, aof_enabled"]
+
+
+@pytest.mark.parametrize(
+    ("info", "why"),
+    [
+        ({}, ""),
+        ({"maxmemory": "0", "used_memory": "900"}, ""),
+        ({"maxmemory": "1000", "used_memory": "979"}, ""),
+        ({"maxmemory": "1000", "used_memory": "980"}, "its memory is full"),
+        ({"maxmemory": "1000", "used_memory": "1050", "mem_not_counted_for_evict": "100"}, ""),
+        ({"aof_enabled": "1", "aof_last_write_status": "err"}, "append-only file"),
+        ({"aof_enabled": "0", "aof_last_write_status": "err", "rdb_last_bgsave_status": "ok"}, ""),
+        ({"rdb_last_bgsave_status": "err"}, "its last snapshot failed"),
+    ],
+)
+def test_a_server_that_refuses_writes_says_why(info: dict[str, str], why: str) -> None:
+    assert (why in refuses_writes(info), bool(refuses_writes(info))) == (True, bool(why))
 
 
 def test_no_server_program_names_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from eaglefeed.errors import ConfigError
 
-__all__ = ["address_of", "check_authority", "read_password"]
+__all__ = ["address_of", "check_authority", "has_password", "read_password"]
 
 _SCHEMES = ("redis", "rediss", "unix")
 _USERINFO = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:-]|%[0-9A-Fa-f]{2})*")
@@ -38,6 +38,13 @@ def address_of(url: str) -> str:
     return address
 
 
+def has_password(url: str) -> bool:
+    """Whether it stands in the URL, before the host or as an option."""
+    rest, _, options = url.partition("://")[2].partition("?")
+    userinfo = "" if rest.startswith("/") else rest.rpartition("@")[0]
+    return ":" in userinfo or "password=" in options
+
+
 def check_authority(address: str, path: str | Path) -> str:
     """The path of a certificate, if it protects something and can be used.
 
@@ -63,7 +70,8 @@ def read_password(path: Path) -> str:
         secret = path.read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError("password file cannot be read", subject=str(path), got=reason) from None
+        fix = "set queue.password_file to a file that this user can read"
+        raise ConfigError("password file cannot be read", subject=str(path), got=reason, fix=fix) from None
     if not secret:
-        raise ConfigError("password file is empty", subject=str(path))
+        raise ConfigError("password file is empty", subject=str(path), fix="write the password into it")
     return secret

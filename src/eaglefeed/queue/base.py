@@ -252,6 +252,10 @@ class LeaseQueue(ABC):
         """Every dead letter of the group, read in bounded steps."""
 
     @abstractmethod
+    def dead_reasons(self) -> Iterator[tuple[str, str]]:
+        """The id and reason of every dead letter of the group, read in bounded steps."""
+
+    @abstractmethod
     def requeue(self, ids: Sequence[str]) -> int:
         """Make dead letters ready again, with a clean count, also in a closed queue; returns how many.
 

@@ -6,10 +6,11 @@ from typing import NamedTuple
 from eaglefeed.errors import UnsafeServer
 from eaglefeed.logs import get_logger
 
-__all__ = ["check_server"]
+__all__ = ["Verdict", "check_server", "judge", "refuses_writes"]
 
 _log = get_logger(__name__)
 
+_NEARLY_ALL = 0.98
 _OLDEST = (6, 2)
 _FIXED = {
     "redis": {(6, 2): 20, (7, 2): 11, (7, 4): 6, (8, 0): 4, (8, 2): 2},
@@ -25,47 +26,90 @@ class _Version(NamedTuple):
     patch: int
 
 
+class Verdict(NamedTuple):
+    """Something that a server loses work by, for certain (refused) or perhaps."""
+
+    refused: bool
+    what: str
+    fix: str
+    wanted: str | None = None
+    got: str | None = None
+
+
 def check_server(address: str, info: dict[str, str]) -> None:
     """Judge a server by its INFO; what INFO does not tell cannot be verified and is warned of.
 
     Raises:
         UnsafeServer: it evicts keys, is a replica, or is older than 6.2.
     """
-    _check_version(address, info)
-    if info.get("role") == "slave":
-        fix = "use the address of its primary"
-        raise UnsafeServer("a replica", subject=address, wanted="a primary", got="role slave", fix=fix)
-    _check_policy(address, info)
+    verdicts = judge(info)
+    for verdict in verdicts:
+        if verdict.refused:
+            _, what, fix, wanted, got = verdict
+            raise UnsafeServer(what, subject=address, wanted=wanted, got=got, fix=fix)
+    for verdict in verdicts:
+        _log.warning("server_may_lose_work", address=address, what=verdict.what, fix=verdict.fix)
+
+
+def judge(info: dict[str, str]) -> list[Verdict]:
+    """All that a server's INFO says against it."""
+    verdicts = [_judge_version(info), _judge_role(info), _judge_policy(info)]
     if info.get("aof_enabled") == "0":
-        _warn(address, "no append-only file: a restart of the server loses the run", "set appendonly yes")
+        verdicts.append(_warning("no append-only file: a restart of the server loses the run", "set appendonly yes"))
     missing = [name for name in ("role", "maxmemory_policy", "aof_enabled", "redis_version") if name not in info]
     if missing:
-        _warn(address, f"cannot verify {', '.join(missing)}", "allow INFO, or check noeviction and appendonly yourself")
+        fix = "allow INFO, or check noeviction and appendonly yourself"
+        verdicts.append(_warning(f"cannot verify {', '.join(missing)}", fix))
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
-def _check_policy(address: str, info: dict[str, str]) -> None:
+def refuses_writes(info: dict[str, str]) -> str:
+    """Why a server refuses to keep anything, or may, and what to do; "" where its INFO says nothing of that."""
+    most, used = int(info.get("maxmemory", 0)), int(info.get("used_memory", 0))
+    if most and used - int(info.get("mem_not_counted_for_evict", 0)) >= _NEARLY_ALL * most:
+        return "its memory is full: raise its maxmemory, or let trainers catch up"
+    if info.get("aof_enabled") == "1" and info.get("aof_last_write_status", "ok") != "ok":
+        return "it cannot write its append-only file: free space on its disk"
+    if info.get("rdb_last_bgsave_status", "ok") != "ok":
+        return "its last snapshot failed, and it may refuse writes: free space on its disk, or see its log"
+    return ""
+
+
+def _judge_role(info: dict[str, str]) -> Verdict | None:
+    if info.get("role") != "slave":
+        return None
+    return Verdict(True, "a replica", "use the address of its primary", wanted="a primary", got="role slave")
+
+
+def _judge_policy(info: dict[str, str]) -> Verdict | None:
     policy = info.get("maxmemory_policy", "noeviction")
     fix = "set maxmemory-policy noeviction"
     if policy.startswith("allkeys"):
-        raise UnsafeServer("it may evict the queue", subject=address, wanted="noeviction", got=policy, fix=fix)
-    if policy != "noeviction":
-        what = f"maxmemory-policy {policy}: the replies that it keeps may go, a repeated call may then run twice"
-        _warn(address, what, fix)
+        return Verdict(True, "it may evict the queue", fix, wanted="noeviction", got=policy)
+    if policy == "noeviction":
+        return None
+    return _warning(
+        f"maxmemory-policy {policy}: the replies that it keeps may go, a repeated call may then run twice", fix
+    )
 
 
-def _check_version(address: str, info: dict[str, str]) -> None:
+def _judge_version(info: dict[str, str]) -> Verdict | None:
     version = _version(info)
     if version is None:
-        return
+        return None
     if version.series < _OLDEST:
         wanted = "Redis 6.2 or Valkey 7.2, or later"
-        raise UnsafeServer("too old", subject=address, wanted=wanted, got=version.text, fix="upgrade the server")
+        return Verdict(True, "too old", "upgrade the server", wanted=wanted, got=version.text)
     fixed = _FIXED[version.product]
     if version.series > max(fixed) or version.patch >= fixed.get(version.series, version.patch + 1):
-        return
+        return None
     patched = ", ".join(f"{major}.{minor}.{patch}" for (major, minor), patch in fixed.items())
     what = f"{version.product} {version.text} lacks the fix of CVE-2025-49844, unless its distributor put it in"
-    _warn(address, what, f"upgrade to {patched} or later")
+    return _warning(what, f"upgrade to {patched} or later")
+
+
+def _warning(what: str, fix: str) -> Verdict:
+    return Verdict(False, what, fix)
 
 
 def _version(info: dict[str, str]) -> _Version | None:
@@ -74,7 +118,3 @@ def _version(info: dict[str, str]) -> _Version | None:
     text = info.get(f"{product}_version", "")
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return _Version(product, text, (int(match[1]), int(match[2])), int(match[3])) if match else None
-
-
-def _warn(address: str, what: str, fix: str) -> None:
-    _log.warning("server_may_lose_work", address=address, what=what, fix=fix)

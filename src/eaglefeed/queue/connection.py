@@ -22,7 +22,7 @@ from eaglefeed.queue.address import address_of, check_authority, read_password
 from eaglefeed.queue.checks import check_server
 from eaglefeed.queue.scripts import Keys, Script
 
-__all__ = ["NotPermitted", "QueueClient", "connect"]
+__all__ = ["NotPermitted", "QueueClient", "connect", "open_client", "read_info"]
 
 _log = get_logger(__name__)
 
@@ -39,8 +39,13 @@ _REFUSED = (
     exceptions.ClusterDownError,
     exceptions.TryAgainError,
 )
-_PASSING = ("BUSY ", "MISCONF ", "NOREPLICAS ", "UNBLOCKED ")
-"""The last ends a blocking read when a failover makes the server a replica."""
+_PASSING = {
+    "BUSY ": "see which script it runs, and SCRIPT KILL that",
+    "MISCONF ": "free its disk, and see its log",
+    "NOREPLICAS ": "start its replicas, or lower its min-replicas-to-write",
+    "UNBLOCKED ": "",
+}
+"""What passes, and what helps; the last ends a blocking read when a failover makes the server a replica."""
 _CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _DENIED_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
 _NOT_VOUCHED_FOR = "CERTIFICATE_VERIFY_FAILED"
@@ -82,6 +87,10 @@ class QueueClient:
 
     def __repr__(self) -> str:
         return f"QueueClient({self.address!r})"
+
+    def impatient(self) -> "QueueClient":
+        """Another client of the same server that repeats no call: for what may as well not be carried out."""
+        return QueueClient(self._pool, address=self.address, max_wait_s=0.0, clock=self.clock)
 
     def turn(self, name: str) -> threading.Lock:
         """To be held for a call of `name`: the server keeps one reply a name, so there is one call of it at a time."""
@@ -166,7 +175,8 @@ class QueueClient:
             self._refuse(error)
         left_s = end_s - self.clock.monotonic()
         if left_s <= 0:
-            raise QueueUnavailable(self.address, _reason(error)) from error
+            fix = next((fix for start, fix in _PASSING.items() if str(error).startswith(start)), "")
+            raise QueueUnavailable(self.address, _reason(error), fix=fix) from error
         if attempt == 0:
             _log.warning("queue_away", address=self.address, reason=_reason(error), max_wait_s=self.max_wait_s)
         most_s = min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10), left_s)
@@ -184,7 +194,7 @@ class QueueClient:
         elif isinstance(error, exceptions.NoPermissionError) or any(words in text for words in _DENIED_IN_SCRIPT):
             told = NotPermitted("the server's user lacks a permission", subject=self.address, got=text)
         elif "used memory > 'maxmemory'" in text:
-            told = QueueUnavailable(self.address, "out of memory: raise its maxmemory, or let consumers catch up")
+            told = QueueUnavailable(self.address, "out of memory", fix="raise its maxmemory, or let consumers catch up")
         else:
             told = QueueError("the server refuses a command", subject=self.address, got=text)
         raise told from error
@@ -195,7 +205,7 @@ def _time_may_help(error: Exception) -> bool:
         return False
     if isinstance(error, (*_REFUSED, *_CONNECTION)):
         return True
-    return str(error).startswith(_PASSING) or "-READONLY" in str(error)
+    return str(error).startswith(tuple(_PASSING)) or "-READONLY" in str(error)
 
 
 def _reason(error: Exception) -> str:
@@ -224,6 +234,26 @@ def connect(
         QueueUnavailable: nobody answers there.
         UnsafeServer: a server that loses data: it evicts, is a replica or too old.
     """
+    client = open_client(
+        url, password=password, password_file=password_file, tls_ca_file=tls_ca_file, max_wait_s=max_wait_s
+    )
+    check_server(client.address, read_info(client))
+    return client
+
+
+def open_client(
+    url: str,
+    *,
+    password: str | None = None,
+    password_file: str | Path | None = None,
+    tls_ca_file: str | Path | None = None,
+    max_wait_s: float = 30.0,
+) -> QueueClient:
+    """A client whose server nobody has asked or judged yet; the parameters are `connect`'s.
+
+    Raises:
+        ConfigError: a URL or password that cannot be used.
+    """
     address = address_of(url)
     if password is not None and password_file is not None:
         raise ConfigError("both a password and a password file", subject=address, fix="keep one of them")
@@ -231,9 +261,7 @@ def connect(
     options: dict[str, Any] = {"password": secret} if secret is not None else {}
     if tls_ca_file is not None:
         options["ssl_ca_certs"] = check_authority(address, tls_ca_file)
-    client = QueueClient(_open(url, address, max_wait_s, options), address=address, max_wait_s=max_wait_s)
-    check_server(client.address, _read_info(client))
-    return client
+    return QueueClient(_open(url, address, max_wait_s, options), address=address, max_wait_s=max_wait_s)
 
 
 def _open(url: str, address: str, max_wait_s: float, options: dict[str, Any]) -> redis.ConnectionPool:
@@ -255,10 +283,13 @@ def _open(url: str, address: str, max_wait_s: float, options: dict[str, Any]) ->
     return pool
 
 
-def _read_info(client: QueueClient) -> dict[str, str]:
+def read_info(client: QueueClient) -> dict[str, str]:
+    """What the server says of itself; nothing if its user may not ask, or it has no such command."""
     try:
         text = client.call("INFO").decode(errors="replace")
-    except NotPermitted:
-        return {}
+    except (NotPermitted, QueueError) as error:
+        if isinstance(error, NotPermitted) or "unknown command" in str(error):
+            return {}
+        raise
     pairs = (line.partition(":") for line in text.splitlines() if ":" in line)
     return {name: value for name, _, value in pairs}

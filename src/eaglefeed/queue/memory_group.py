@@ -272,5 +272,12 @@ class GroupState:
             stored_bytes=self.queue.stored,
             closed=self.queue.closed,
             full=self.queue.full,
+            oldest_ready_s=self._oldest_ready_s(),
             workers=workers,
         )
+
+    def _oldest_ready_s(self) -> float:
+        if not self.ready:
+            return 0.0
+        put_ms = self.queue.places[next(iter(self.ready))] // 1000
+        return max(0, self.queue.now_ms() - put_ms) / 1000

@@ -1,6 +1,6 @@
 """What the queues of a server and the groups of a queue share in memory, and when an item leaves its queue."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -27,12 +27,14 @@ class Item:
 class State:
     """One queue of a run.
 
-    `known` maps all that was put to its digest; `items` is what is kept; `places` the open ones of them, by put order;
-    `released` those that every group has done; `recalled` ids whose tensors went with their producer.
+    `known` maps all that was put to its digest; `items` is what is kept; `places` the open ones of them, in put order,
+    a place being the time of the put in microseconds; `released` those that every group has done; `recalled` ids
+    whose tensors went with their producer.
     """
 
     name: str
     run: dict[str, "State"] = field(repr=False)
+    now_ms: Callable[[], int] = field(repr=False)
     limits: QueueLimits = QueueLimits()  # noqa: RUF009 - it is frozen
     groups: dict[str, GroupState] = field(default_factory=dict)
     declared: bool = False
@@ -41,7 +43,6 @@ class State:
     places: dict[str, int] = field(default_factory=dict)
     released: dict[str, None] = field(default_factory=dict)
     recalled: set[str] = field(default_factory=set)
-    seq: int = 0
     stored: int = 0
     closed: bool = False
     full: bool = False
@@ -108,8 +109,8 @@ class State:
         self.declared = True
 
     def _open(self, item: Item) -> None:
-        self.seq += 1
-        self.places[item.id] = self.seq
+        last = next(reversed(self.places.values()), 0)
+        self.places[item.id] = max(last + 1, self.now_ms() * 1000)
         self.stored += item.stored_bytes
 
     def end_in_one_group(self, item_id: str) -> None:
@@ -197,7 +198,7 @@ class State:
 
     def emptied(self) -> "State":
         """What is left after a purge: the groups with their tokens and sessions."""
-        new = State(self.name, self.run, declared=self.declared)
+        new = State(self.name, self.run, self.now_ms, declared=self.declared)
         new.groups = {
             name: GroupState(new, token=group.token, session=group.session) for name, group in self.groups.items()
         }

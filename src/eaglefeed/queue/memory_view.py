@@ -30,7 +30,7 @@ class MemoryView(LeaseQueue):
     @property
     def _state(self) -> State:
         run = self._server.queues(self.namespace)
-        return run.setdefault(self.name, State(self.name, run))
+        return run.setdefault(self.name, State(self.name, run, self._server.now_ms))
 
     @property
     def _own(self) -> GroupState:
@@ -59,6 +59,11 @@ class MemoryView(LeaseQueue):
             own, items = self._own, self._state.items
             dead = list(own.dead.items())
             return iter([DeadLetter(i, reason, own.deliveries[i], items[i].payload) for i, reason in dead])
+
+    def dead_reasons(self) -> Iterator[tuple[str, str]]:
+        """See LeaseQueue."""
+        with self._lock:
+            return iter(list(self._own.dead.items()))
 
     def payloads(self) -> Iterator[LeasedItem]:
         """See LeaseQueue."""

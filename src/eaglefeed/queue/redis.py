@@ -244,6 +244,12 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
                 if payload is not None:  # else it was requeued, and is done by now
                     yield DeadLetter(item_id.decode(), reason.decode(), int(count or 0), payload)
 
+    def dead_reasons(self) -> Iterator[tuple[str, str]]:
+        """See LeaseQueue."""
+        self._check_group()
+        for found in self._pages(self.key("dead")):
+            yield from ((item_id.decode(), reason.decode()) for item_id, reason in found.items())
+
     def requeue(self, ids: Sequence[str]) -> int:
         """See LeaseQueue."""
         reopens = int(rules.samples_of(self.name) is not None)

@@ -136,7 +136,7 @@ class LeaseRenewer:
         try:
             self._renew(token, lease)
         except EaglefeedError as error:
-            _log.warning("renewal_failed", token=token, error=str(error))
+            _log.warning("renewal_failed", lease=token, reason=str(error))
             lease.due_s = self._clock.monotonic() + self._interval_s / 3
 
     def _renew(self, token: int, lease: _Watched) -> None:
@@ -153,7 +153,7 @@ class LeaseRenewer:
         age_s = self._clock.monotonic() - lease.since_s
         lease.too_old = age_s > self._max_lease_age_s
         if lease.too_old:
-            _log.warning("lease_too_old", token=token, age_s=age_s, max_lease_age_s=self._max_lease_age_s)
+            _log.warning("lease_too_old", lease=token, age_s=age_s, max_lease_age_s=self._max_lease_age_s)
         return lease.too_old
 
     def _lose(self, token: int) -> None:
@@ -161,7 +161,7 @@ class LeaseRenewer:
             if self._watched.pop(token, None) is None:
                 return
             self._lost.add(token)
-        _log.warning("lease_lost", token=token)
+        _log.warning("lease_lost", lease=token)
         self._on_lost(token)
 
     def start(self) -> None:

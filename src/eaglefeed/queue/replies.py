@@ -27,7 +27,7 @@ def read_lease(reply: list[Any]) -> Lease:
 
 def read_stats(reply: list[Any], name: str, group: str) -> QueueStats:
     """The counts of `stats`, in its order."""
-    *counts, state, ctl, workers = reply
+    *counts, state, ctl, workers, oldest_ready_ms = reply
     ready, delayed, leased, tentative, held, parked, done, dead = counts
     redelivered, session, committed_step = (int(value or 0) for value in state)
     stored_bytes, closed, full, released = (int(value or 0) for value in ctl)
@@ -50,5 +50,6 @@ def read_stats(reply: list[Any], name: str, group: str) -> QueueStats:
         stored_bytes=stored_bytes,
         closed=bool(closed),
         full=bool(full),
+        oldest_ready_s=int(oldest_ready_ms) / 1000,
         workers={role: roles.count(role) for role in sorted(set(roles))},
     )

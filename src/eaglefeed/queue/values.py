@@ -126,7 +126,7 @@ class QueueStats:
 
     `tentative` acks wait for a commit; `held` prompts and `parked` samples belong to tensors that stay with their
     producer; `released` samples wait for the deletion of their shards; `stored_bytes` are those of all that is not
-    released.
+    released. `oldest_ready_s` is how long ago the item that is leased next was put; 0.0 where none is ready.
     """
 
     name: str
@@ -146,6 +146,7 @@ class QueueStats:
     stored_bytes: int
     closed: bool
     full: bool
+    oldest_ready_s: float = 0.0
     workers: dict[str, int] = field(default_factory=dict)
     """Role ("producer", "trainer") → workers of the run that showed a sign of life within the grace period."""
 

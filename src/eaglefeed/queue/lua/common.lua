@@ -89,11 +89,12 @@ local function count_stored(q, ids)
   if sum > 0 then call('HINCRBY', q.ctl, 'stored', text(sum)) end
 end
 
--- Gives `ids` the next places in put order: behind the last one that is taken, since order is among those alone.
+-- Gives `ids` the next places in put order: behind the last one that is taken, since order is among those alone. A
+-- place is the time of the put in microseconds, so that the head's tells how long it has waited.
 local function place(q, ids)
-  local last, places = tonumber(call('ZRANGE', q.seq, -1, -1, 'WITHSCORES')[2] or 0), {}
+  local first, places = above(call('ZRANGE', q.seq, -1, -1, 'WITHSCORES')[2], now_ms()), {}
   for i, id in ipairs(ids) do
-    places[2 * i - 1], places[2 * i] = last + i, id
+    places[2 * i - 1], places[2 * i] = text(first + i - 1), id
   end
   call('ZADD', q.seq, unpack(places))
 end
