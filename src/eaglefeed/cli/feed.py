@@ -25,6 +25,7 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.feed_note import noted
 from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
@@ -41,6 +42,7 @@ __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 _CHUNK = 500
 _FULL_WAIT_S = 600.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
+_PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
 _REPLAY_HELP = "Queue what trainers retained (train.retain=true) as the run's next epoch."
 
 
@@ -73,7 +75,7 @@ def feed(
     seed: Annotated[int | None, typer.Option(help="Of the replayed epoch's order; train.seed by default.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of one sample.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens that a row is cut to.")] = None,
-    packing: Annotated[bool, typer.Option("--packing", help="Fill rows with several conversations each.")] = False,
+    packing: Annotated[bool, typer.Option("--packing", help=_PACKING_HELP)] = False,
     keep_open: Annotated[bool, typer.Option("--keep-open", help="More will be fed: do not close the prompts.")] = False,
     vocab: VocabOption = None,
     run: RunOption = None,
@@ -102,7 +104,9 @@ def feed(
         train__seed=seed,
     )
     if replay or conversations is None:
-        _check_replay(conversations, replay=replay)
+        shaping = {"--batch-size": batch_size, "--max-length": max_length, "--vocab": vocab}
+        shaping |= {"--packing": packing or None, "--keep-open": keep_open or None}
+        _check_replay(conversations, [name for name, value in shaping.items() if value is not None], replay=replay)
         replay_epoch(settings, epoch=epoch, as_json=as_json)
         return
     if epoch is not None or seed is not None:
@@ -119,25 +123,30 @@ def feed(
         check_limits(limits, settings, estimate.largest_bytes, health)
         if is_with_producers(settings):
             _check_peer_bytes(settings, estimate.largest_bytes)
-        with open_queues(settings) as queues:
+        document |= estimate._asdict()
+        with open_queues(settings) as queues, noted(settings, queues, conversations, document) as fact:
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
             fed = _put_all(queues, spool)
+            fact |= asdict(fed)
             if not settings.feed.keep_open:
                 _close(queues)
-    document |= estimate._asdict() | asdict(fed) | {"run": settings.run.id}
+    document |= asdict(fed) | {"run": settings.run.id}
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
     told += f", {fed.produced} have their samples already" if fed.produced else ""
     emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
 
 
-def _check_replay(conversations: Path | None, *, replay: bool) -> None:
+def _check_replay(conversations: Path | None, shaping: list[str], *, replay: bool) -> None:
     if not replay:
         fix = "eaglefeed feed CONVERSATIONS, or --replay for another epoch of what was retained"
         raise ConfigError("no conversations", subject="feed", wanted="a JSONL file", fix=fix)
     if conversations is not None:
         what, fix = "a replay takes no conversations", "leave one of both out"
         raise ConfigError(what, subject="--replay", got=str(conversations), fix=fix)
+    if shaping:
+        what, fix = "a replay takes samples as they are stored", "leave these out; they shape what is fed"
+        raise ConfigError(what, subject="--replay", got=", ".join(shaping), fix=fix)
 
 
 def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:

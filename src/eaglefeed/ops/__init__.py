@@ -1,0 +1,1 @@
+"""What operates a run: metrics, the live view, the report, the doctor."""
