@@ -1,5 +1,6 @@
 """The bench's document and its failures, at sizes that are too small for figures; no time is looked at."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,21 @@ def test_a_peer_that_fails_is_a_failure_of_the_comparison(bed: Bed, tmp_path: Pa
     with pytest.raises(EaglefeedError, match=r"bullmq: it ended.*the peer broke"):
         list(measure_peers(bed, TINY, peers))
     bed.clear()
+
+
+def test_a_missed_bound_ends_a_full_measurement_and_is_only_told_by_a_quick_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missed = {"name": "fast_enough", "value": 1.0, "bound": 2.0, "better": "higher"}
+    monkeypatch.setattr("eaglefeed.bench.bed.opened_bed", lambda _redis: contextlib.nullcontext())
+    monkeypatch.setattr("eaglefeed.bench.run.run_bench", lambda *_args, **_options: {"must": [missed]})
+    monkeypatch.setattr("eaglefeed.bench.table.render", lambda _document: [])
+    shell = Shell(capsys, "bench", "queue", "--no-peers", "--json")
+    quick, full = shell.run("--quick"), shell.run()
+    assert (quick.code, quick.document, full.code, full.document) == (0, {"must": [missed]}, 1, {"must": [missed]})
+    said = "fast_enough 1 (higher than 2 is wanted)"
+    assert f"which says nothing: {said}" in quick.err
+    assert f"a bound is missed, got {said}" in full.err
 
 
 def test_a_missed_bound_is_named_on_either_side() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ BOUNDS = {
     "device_wait_share": (0.02, "lower"),
     "draft_stream_over_memory": (1.05, "lower"),
     "device_stream_over_memory": (1.05, "lower"),
+    "device_observed_over_plain": (1.01, "lower"),
 }
 FIGURES = {
     *(f"{load}.{name}" for load in ("draft", "device") for name in ("memory", "stream", "stream_over_memory")),
-    *("draft.wait_share", "device.wait_share", "device.ceiling"),
+    *("draft.wait_share", "device.wait_share", "device.ceiling", "device.observed", "device.observed_over_plain"),
 }
 
 
@@ -67,10 +69,10 @@ def test_the_tables_tell_every_bound_and_figure(document: dict[str, Any]) -> Non
 def test_other_weights_than_from_memory_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = pipeline_rounds._from_memory(replace(DRAFT, dtype="float16"))
     assert other.digest != pipeline_rounds._from_memory(DRAFT).digest  # the digest sees other batches
-    monkeypatch.setattr(pipeline_rounds, "_from_stream", lambda *_: other)
+    monkeypatch.setattr(pipeline_rounds, "_from_stream", lambda *_, **_options: other)
     bed: Any = None
     with pytest.raises(EaglefeedError, match="other weights came of the stream"):
-        run_pipeline_bench(bed, tmp_path, TINY, tell=lambda _: None)
+        run_pipeline_bench(bed, tmp_path, TINY, observe=lambda *_: nullcontext(), tell=lambda _: None)
 
 
 def test_a_load_that_waits_takes_its_time_and_learns_nothing() -> None:

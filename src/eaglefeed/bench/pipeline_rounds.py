@@ -2,11 +2,12 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eaglefeed.bench.bed import ROOMY, Bed
 from eaglefeed.bench.partners import Partner
@@ -14,15 +15,20 @@ from eaglefeed.bench.pipeline_plan import Load, PipelinePlan
 from eaglefeed.bench.pipeline_samples import Training, contract_of, make_batch, prompts_of
 from eaglefeed.bench.plan import Reading
 from eaglefeed.clock import SYSTEM_CLOCK
+from eaglefeed.consumer.holdings import StreamStats
 from eaglefeed.consumer.ranks import Ranks
 from eaglefeed.consumer.rounds import RoundStream
 from eaglefeed.errors import EaglefeedError
 from eaglefeed.queue import open_queue
 from eaglefeed.queue.base import LeaseQueue
+from eaglefeed.queue.connection import QueueClient
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.storage.base import FeatureStore, open_store
 
-__all__ = ["measure_pipeline"]
+__all__ = ["Observe", "measure_pipeline"]
+
+Observe = Callable[[QueueClient, str, StreamStats], AbstractContextManager[None]]
+"""Of a run's client, its name and its stream's counts."""
 
 _COMMIT_EVERY = 10
 _PREFETCH = 4
@@ -38,33 +44,43 @@ class _Timed(NamedTuple):
     digest: str
 
 
-def measure_pipeline(bed: Bed, root: Path, plan: PipelinePlan, tell: Callable[[str], None]) -> Iterator[Reading]:
+def measure_pipeline(
+    bed: Bed, root: Path, plan: PipelinePlan, observe: Observe, tell: Callable[[str], None]
+) -> Iterator[Reading]:
     """Readings of every load: the stream's time over the memory's, the share of it that was waited, and the ceiling.
+
+    On the device's load, whose step leaves the processor free, also the time of an observed stream over a plain one.
 
     Raises:
         EaglefeedError: the stream did not give what it should, or a process failed.
     """
     for number in range(plan.rounds):
         tell(f"round {number + 1} of {plan.rounds}")
-        for name, load in (("draft", plan.draft), ("device", plan.device)):
-            yield from _both(bed, root, name, load, plan.high_count, stream_first=number % 2 == 1)
+        streamed = partial(_from_stream, bed, root, high_count=plan.high_count)
+        ways: dict[str, Callable[[Load], _Timed]] = {"memory": _from_memory, "stream": streamed}
+        yield from _compared("draft", plan.draft, ways, backwards=number % 2 == 1)
+        ways["observed"] = partial(streamed, observe=observe)
+        yield from _compared("device", plan.device, ways, backwards=number % 2 == 1)
         free = replace(plan.device, step_s=0.0)
-        timed = _from_stream(bed, root, free, plan.high_count)
+        timed = streamed(free)
         sample_bytes = sum(tensor.nbytes for tensor in make_batch(free).tensors().values())
         yield Reading("device.ceiling", "MB/s", sample_bytes * free.steps / timed.took_s / 1e6)
 
 
-def _both(bed: Bed, root: Path, name: str, load: Load, high_count: int, *, stream_first: bool) -> Iterator[Reading]:
-    if stream_first:
-        stream, memory = _from_stream(bed, root, load, high_count), _from_memory(load)
-    else:
-        memory, stream = _from_memory(load), _from_stream(bed, root, load, high_count)
+def _compared(
+    name: str, load: Load, ways: Mapping[str, Callable[[Load], _Timed]], *, backwards: bool
+) -> Iterator[Reading]:
+    """Readings of a load that is timed in several ways, one after the other."""
+    timed = {way: ways[way](load) for way in (list(ways)[::-1] if backwards else ways)}
+    memory, stream = timed["memory"], timed["stream"]
     if stream.digest != memory.digest:
         what = "other weights came of the stream than of the same batches in memory"
         raise EaglefeedError(what, subject=f"bench pipeline, {name}", wanted=memory.digest, got=stream.digest)
-    yield Reading(f"{name}.memory", "ms a step", memory.took_s / load.steps * 1e3)
-    yield Reading(f"{name}.stream", "ms a step", stream.took_s / load.steps * 1e3)
+    for way, each in timed.items():
+        yield Reading(f"{name}.{way}", "ms a step", each.took_s / load.steps * 1e3)
     yield Reading(f"{name}.stream_over_memory", "ratio", stream.took_s / memory.took_s)
+    if "observed" in timed:
+        yield Reading(f"{name}.observed_over_plain", "ratio", timed["observed"].took_s / stream.took_s)
     yield Reading(f"{name}.wait_share", "of the time", stream.wait_s / stream.took_s)
 
 
@@ -78,7 +94,7 @@ def _from_memory(load: Load) -> _Timed:
     return _Timed(SYSTEM_CLOCK.monotonic() - start_s, 0.0, training.digest())
 
 
-def _from_stream(bed: Bed, root: Path, load: Load, high_count: int) -> _Timed:
+def _from_stream(bed: Bed, root: Path, load: Load, *, high_count: int, observe: Observe | None = None) -> _Timed:
     run = bed.new_name()
     folder = root / run
     prompts, samples = (open_queue(bed.client, run, name) for name in ("prompts", "samples"))
@@ -94,7 +110,7 @@ def _from_stream(bed: Bed, root: Path, load: Load, high_count: int) -> _Timed:
             producer.line(_PRODUCE_S)
         else:
             _wait_until(lambda: samples.stats().ready >= min(room, load.num_samples))
-        timed = _train(samples, store, load)
+        timed = _train(samples, store, load, observe and partial(observe, bed.client, run))
         if not load.produced_ahead:
             producer.line(_PRODUCE_S)
     bed.clear()
@@ -102,20 +118,15 @@ def _from_stream(bed: Bed, root: Path, load: Load, high_count: int) -> _Timed:
     return timed
 
 
-def _train(samples: LeaseQueue, store: FeatureStore, load: Load) -> _Timed:
+def _train(
+    samples: LeaseQueue, store: FeatureStore, load: Load, observe: Callable[[StreamStats], Any] | None
+) -> _Timed:
     training, start_s, waited_s = Training(load), 0.0, 0.0
-    with RoundStream(
-        samples,
-        store,
-        ranks=Ranks.alone(),
-        samples_per_step=1,
-        contract=contract_of(load),
-        draft_vocab_size=load.draft_vocab,
-        consumer="bench",
-        prefetch=_PREFETCH,
-    ) as stream:
+    with _opened(samples, store, load) as stream, ExitStack() as watching:
         for number in range(1, load.num_samples + 1):
             if number == load.warm_up + 1:
+                if observe is not None:
+                    watching.enter_context(observe(stream.stats))
                 start_s, waited_s = SYSTEM_CLOCK.monotonic(), stream.stats.wait_s
             training.step(_taken(stream, number))
             stream.ack(number)
@@ -124,6 +135,19 @@ def _train(samples: LeaseQueue, store: FeatureStore, load: Load) -> _Timed:
         took_s, wait_s = SYSTEM_CLOCK.monotonic() - start_s, stream.stats.wait_s - waited_s
         stream.commit(load.num_samples)
     return _Timed(took_s, wait_s, training.digest())
+
+
+def _opened(samples: LeaseQueue, store: FeatureStore, load: Load) -> RoundStream:
+    return RoundStream(
+        samples,
+        store,
+        ranks=Ranks.alone(),
+        samples_per_step=1,
+        contract=contract_of(load),
+        draft_vocab_size=load.draft_vocab,
+        consumer="bench",
+        prefetch=_PREFETCH,
+    )
 
 
 def _taken(stream: RoundStream, number: int) -> Eagle3TargetBatch:

@@ -16,20 +16,23 @@ from eaglefeed.bench.machine import describe_machine
 from eaglefeed.bench.musts import entries_of
 from eaglefeed.bench.pipeline_musts import PIPELINE_MUSTS
 from eaglefeed.bench.pipeline_plan import PipelinePlan
-from eaglefeed.bench.pipeline_rounds import measure_pipeline
+from eaglefeed.bench.pipeline_rounds import Observe, measure_pipeline
 from eaglefeed.bench.run import summarise
 from eaglefeed.clock import SYSTEM_CLOCK
 
 __all__ = ["run_pipeline_bench"]
 
 
-def run_pipeline_bench(bed: Bed, folder: Path, plan: PipelinePlan, *, tell: Callable[[str], None]) -> dict[str, Any]:
+def run_pipeline_bench(
+    bed: Bed, folder: Path, plan: PipelinePlan, *, observe: Observe, tell: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure everything; the document's `must` has the bounds, `figures` all values with their spread.
 
     Args:
         bed: the queue's server.
         folder: where shards go; a folder is made in it, and removed.
         plan: the sizes.
+        observe: watches a training as `eaglefeed train` is watched, while the context that it makes is entered.
         tell: gets a line on what is done now.
 
     Raises:
@@ -40,7 +43,7 @@ def run_pipeline_bench(bed: Bed, folder: Path, plan: PipelinePlan, *, tell: Call
     torch.set_num_threads(1)  # the producer and the thread that reads ahead have the other core
     try:
         with tempfile.TemporaryDirectory(prefix="bench-pipeline-", dir=folder.absolute()) as root:
-            figures = summarise(measure_pipeline(bed, Path(root), plan, tell))
+            figures = summarise(measure_pipeline(bed, Path(root), plan, observe, tell))
     finally:
         torch.set_num_threads(threads)
     medians = {name: figure["median"] for name, figure in figures.items()}

@@ -4,28 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from eaglefeed.metrics import METRICS, Kind, Reading, Shower, build_reading, families
 from eaglefeed.producer.work import BatcherStats
 
 __all__ = ["ServerMetrics"]
 
-_GAUGES = {
-    "waiting": "Requests that wait for a forward.",
-    "in_flight": "Requests in a forward, and answers that are not sent yet.",
-}
-_COUNTERS = {
-    "forwards": "Forwards of the target.",
-    "forward_s": "Seconds in forwards and in making answers.",
-    "answered": "Requests with an answer.",
-    "num_tokens": "Tokens of those, padding counted.",
-    "failed": "Requests that were not answered: impossible rows, or a forward that failed.",
-    "refused": "Requests that found no room to wait.",
-    "timed_out": "Requests dropped before their forward since they were late.",
-    "cancelled": "Requests given up before their answer was made.",
-}
-_NAMES = {"forward_s": "forward_seconds", "num_tokens": "tokens"}
+_PREFIX = "eaglefeed_target_"
+_FIELDS = {"forward_seconds": "forward_s", "tokens": "num_tokens"}
+"""Those of BatcherStats whose metric has another name."""
 
 
 class ServerMetrics(Collector):
@@ -48,16 +37,16 @@ class ServerMetrics(Collector):
         """All of them."""
         return generate_latest(self._registry)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Prometheus' own interface."""
-        values = asdict(self._stats())
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(_full(name), text, value=values[name])
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(_full(name), text, value=values[name])
-        yield GaugeMetricFamily(_full("sessions"), "Sessions with a vocabulary map.", value=self._num_sessions())
-        yield GaugeMetricFamily(_full("ready"), "1 after the warm-up.", value=float(self._is_ready()))
+        values = asdict(self._stats()) | {"sessions": self._num_sessions(), "ready": self._is_ready()}
+        yield from families([build_reading("target")])
+        for name, metric in METRICS.items():
+            if metric.shower is Shower.TARGET:
+                yield from families([Reading(name, float(values[_field(name, metric.kind)]))])
 
 
-def _full(name: str) -> str:
-    return f"eaglefeed_target_{_NAMES.get(name, name)}"
+def _field(name: str, kind: Kind) -> str:
+    bare = name.removeprefix(_PREFIX)
+    bare = bare.removesuffix("_total") if kind is Kind.COUNTER else bare
+    return _FIELDS.get(bare, bare)
