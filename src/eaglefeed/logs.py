@@ -6,7 +6,9 @@ from typing import cast
 
 import structlog
 
-__all__ = ["configure", "get_logger"]
+__all__ = ["bind", "configure", "get_logger"]
+
+_bound: dict[str, str] = {}
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
@@ -28,7 +30,7 @@ def configure(level: str = "INFO", *, json: bool | None = None, **context: str) 
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            _with_bound,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -37,4 +39,14 @@ def configure(level: str = "INFO", *, json: bool | None = None, **context: str) 
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
-    structlog.contextvars.bind_contextvars(**context)
+    _bound.clear()
+    bind(**context)
+
+
+def bind(**context: str) -> None:
+    """More fields that every line of this process carries, whichever thread writes it: run, role, worker."""
+    _bound.update(context)
+
+
+def _with_bound(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {**_bound, **event}

@@ -92,7 +92,7 @@ class Accounts:
         try:
             return step()
         except StoreFull as error:
-            log.error("store_full", sample_id=item.id, reason=str(error))  # noqa: TRY400  the message says it all
+            log.error("store_full", sample_id=item.id, lease=token, reason=str(error))  # noqa: TRY400
             raise
         except ContractMismatch:
             raise

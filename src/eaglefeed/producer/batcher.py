@@ -239,7 +239,7 @@ class Batcher:
         work.deliver(batch)
 
     def _fail(self, work: Work, error: EaglefeedError) -> None:
-        log.warning("request_failed", request=work.request, error=str(error))
+        log.warning("request_failed", request=work.request, reason=str(error))
         self._end(work, failed=1)
         work.deliver(error)
 

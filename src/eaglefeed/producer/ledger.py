@@ -86,4 +86,4 @@ def register(store: FeatureStore, samples: LeaseQueue, run_id: str) -> None:
     enlist(samples)
     if not introduce(store, QueueLedger(run_id, lambda _: samples)):
         fix = "before feeding, `eaglefeed store rebuild`, or delete the folder; until then no janitor deletes shards"
-        log.warning("shards_from_before", store=store.uri, run_id=run_id, fix=fix)
+        log.warning("shards_from_before", store=store.uri, run=run_id, fix=fix)

@@ -28,6 +28,7 @@ __all__ = [
     "DEFAULT_TARGET",
     "WeightsDigest",
     "eos_token_ids",
+    "is_prepared",
     "load_target",
     "load_tokenizer",
     "reserved_token_ids",
@@ -113,17 +114,25 @@ def resolve_target(name: str, cache_dir: Path | None = None) -> str:
         TargetUnavailable: the default target is not installed, or the path does not exist.
     """
     _silence_transformers()
-    cache = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
-    if name == DEFAULT_TARGET and not Path(name).exists():
-        return str(_converted(_packaged_gguf(), cache))
+    gguf = _gguf_of(name)
+    if gguf is not None:
+        return str(_converted(gguf, cache_dir))
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        return str(_converted(path, cache))
     if path.is_dir():
         return str(path)
     if _LOOKS_LIKE_PATH.fullmatch(name):
         raise TargetUnavailable("no such folder or GGUF file", subject=name, fix=_BOTH_WAYS)
     return name
+
+
+def is_prepared(name: str, cache_dir: Path | None = None) -> bool:
+    """Whether `resolve_target` would convert nothing.
+
+    Raises:
+        TargetUnavailable: the default target is not installed.
+    """
+    gguf = _gguf_of(name)
+    return gguf is None or (_home_of(gguf, cache_dir) / "config.json").is_file()
 
 
 def eos_token_ids(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -223,13 +232,27 @@ def _packaged_gguf() -> Path:
     return files[0]
 
 
-def _converted(gguf: Path, cache: Path) -> Path:
+def _gguf_of(name: str) -> Path | None:
+    """The file that a name stands for, if it is a GGUF."""
+    if name == DEFAULT_TARGET and not Path(name).exists():
+        return _packaged_gguf()
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
+def _home_of(gguf: Path, cache_dir: Path | None) -> Path:
+    """Where what it is converted to lies."""
     import transformers
 
     key = f"{gguf.stem}-{gguf.stat().st_size}-transformers-{transformers.__version__}"
-    folder = cache / "targets" / re.sub(r"[^A-Za-z0-9._-]", "_", key)
+    cache = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    return cache / "targets" / re.sub(r"[^A-Za-z0-9._-]", "_", key)
+
+
+def _converted(gguf: Path, cache_dir: Path | None) -> Path:
+    folder = _home_of(gguf, cache_dir)
     if not (folder / "config.json").is_file():
-        _log.info("converting the target once, this takes some 20 seconds", source=gguf.name, into=str(folder))
+        _log.info("target_is_converted_once", source=gguf.name, into=str(folder), takes="some 20 seconds")
         with translated(str(gguf)):
             _convert(gguf, folder)
     return folder

@@ -28,7 +28,8 @@ class Replayed(Rebuilt):
     """What became of the shards, and of which epoch this was.
 
     `refs` were put by this call, `known` by earlier ones; `dead` are dead letters of earlier epochs; `strays` are of
-    samples that nobody handed off; `gone` are samples of the epoch before without a whole shard.
+    samples that nobody handed off; `gone` are samples of the epoch before without a whole shard. An epoch that `stood`
+    was whole before this call, and keeps the order that it had.
     """
 
     epoch: int = 0
@@ -36,6 +37,7 @@ class Replayed(Rebuilt):
     dead: int = 0
     strays: int = 0
     gone: int = 0
+    stood: bool = False
 
 
 def replay(
@@ -62,7 +64,7 @@ def replay(
     found = Replayed(epoch=_which(open_queue, run_id, epoch))
     target, before = open_queue(rules.epoch_queue(found.epoch)), open_queue(rules.epoch_queue(found.epoch - 1))
     if (stats := _by_group(open_queue, target.name)[0]).closed:
-        found.known = stats.unsettled + stats.done + stats.dead
+        found.known, found.stood = stats.unsettled + stats.done + stats.dead, True
         return found
     for earlier in range(found.epoch):
         check_over(open_queue, rules.epoch_queue(earlier))

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eaglefeed.access import read_token
+from eaglefeed.access import check_listen, read_token
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError, EaglefeedError, SchemaError, TargetError
 from eaglefeed.logs import get_logger
@@ -197,7 +197,7 @@ def check_server(host: str, token: str, port: int = 0) -> None:
     """
     try:
         from eaglefeed.producer import serving_app  # noqa: F401 - whether all that it needs is there
-        from eaglefeed.storage.serving import check_listen, listen
+        from eaglefeed.storage.serving import listen
     except ModuleNotFoundError as error:
         fix = "pip install 'eaglefeed[serve]'"
         raise ConfigError("a package is missing", subject="a target server", wanted=error.name, fix=fix) from None

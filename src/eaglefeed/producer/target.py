@@ -127,7 +127,7 @@ class HFEagle3TargetModel(Eagle3Target):
             wanted = gathered(self.model(input_ids=ids, use_cache=False).logits)
         same = mine.dtype == wanted.dtype and torch.allclose(mine.float(), wanted.float(), rtol=1e-3, atol=1e-3)
         if not same:
-            _log.info("the target's logits are more than its head: taking them whole, at the price of memory")
+            _log.info("logits_taken_whole", reason="they are more than the head's", price="memory for [B, S, V]")
         return same
 
 

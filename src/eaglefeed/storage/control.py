@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from eaglefeed.access import bearer
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError, EaglefeedError, TargetUnavailable
 from eaglefeed.schema.protocol import TIMEOUT_HEADER, error_of
@@ -22,7 +23,7 @@ from eaglefeed.storage.buffers import BufferRing
 from eaglefeed.storage.reading import Cut, Incoming, tensors_of
 from eaglefeed.storage.wire import Abort, Body, Connection, Deadline
 
-__all__ = ["Abort", "ControlClient", "Fetched", "Incoming", "Refused", "Reply", "bearer"]
+__all__ = ["Abort", "ControlClient", "Fetched", "Incoming", "Refused", "Reply"]
 
 _ADDRESS = re.compile(r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/?#@]+):(?P<port>\d{1,5})/?")
 _MAX_REFUSAL_BYTES = 64 * 1024
@@ -56,17 +57,6 @@ class Fetched(NamedTuple):
     headers: Mapping[str, str]
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-
-
-def bearer(token: str) -> str:
-    """The value of the authorization header.
-
-    Raises:
-        ConfigError: a token that no header can carry.
-    """
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ConfigError("unusable token", wanted="printable ASCII without spaces", fix="make another token")
-    return f"Bearer {token}"
 
 
 class ControlClient:

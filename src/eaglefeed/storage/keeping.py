@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from eaglefeed.access import check_listen
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError, SampleMissing, StorageError
 from eaglefeed.schema.refs import SampleRef
@@ -19,7 +20,7 @@ from eaglefeed.storage.pair_group import Backend
 from eaglefeed.storage.pair_host import PairHost
 from eaglefeed.storage.peer import PeerStore
 from eaglefeed.storage.peer_server import PeerApp
-from eaglefeed.storage.serving import HttpServer, check_listen
+from eaglefeed.storage.serving import HttpServer
 from eaglefeed.storage.shard import TensorWriter, decode_tensors, encode_tensors
 
 __all__ = ["KeepingStore"]

@@ -17,7 +17,7 @@ __all__ = ["Kept", "KeptSamples", "own_tensors"]
 
 _POLL_S = 0.02
 _FULL = "store.peer_bytes reached, and no trainer committed a sample"
-_FULL_FIX = "add trainers, commit more often, raise store.peer_bytes, or start more producers"
+_FULL_FIX = "train on more ranks, commit more often, raise store.peer_bytes, or start more producers"
 _LARGE_FIX = "raise store.peer_bytes, or lower feed.max_length; then requeue its prompt"
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import resource
 import socket
 import threading
@@ -14,11 +13,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from eaglefeed.access import bearer, check_listen
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError, EaglefeedError, TargetError
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.protocol import HEALTH
-from eaglefeed.storage.control import bearer
 from eaglefeed.storage.replies import CUT, BodyLimit, TensorReply, cut, read_body, refusal_reply
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "HttpServer",
     "TensorReply",
     "TokenGuard",
-    "check_listen",
     "cut",
     "listen",
     "read_body",
@@ -42,28 +40,7 @@ _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _START_S, _STOP_S = 30.0, 10.0
 _SPARE_FILES = 512
-_LOCAL_NAMES = {"localhost", "ip6-localhost"}
 _log = get_logger(__name__)
-
-
-def check_listen(host: str, token: str) -> None:
-    """Check that nobody else can reach what asks for no token.
-
-    Raises:
-        ConfigError: it listens beyond this machine without one; or an unusable one.
-    """
-    if token:
-        bearer(token)
-    elif not _is_loopback(host):
-        fix = "set access.token_file, or listen on 127.0.0.1"
-        raise ConfigError("would listen beyond this machine without a token", subject=host, fix=fix)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOCAL_NAMES
 
 
 class TokenGuard:
@@ -232,7 +209,7 @@ class _Edge:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
             said = _said(error, scope)
             if is_begun:
-                _log.warning("reply_cut", path=scope["path"], error=str(said))
+                _log.warning("reply_cut", path=scope["path"], reason=str(said))
                 await cut(scope, receive)
             else:
                 await refusal_reply(said)(scope, receive, send)
