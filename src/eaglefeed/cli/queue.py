@@ -19,18 +19,21 @@ from eaglefeed.cli.common import (
     open_queues,
     read_settings,
 )
-from eaglefeed.cli.letters import describe, describe_payload, one_line, requeue_command, show
+from eaglefeed.cli.letters import describe, describe_payload, given_words, one_line, requeue_command, show
 from eaglefeed.cli.reports import human_bytes
+from eaglefeed.cli.top import top
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import MAIN_GROUP, LeaseQueue, QueueStats
+from eaglefeed.queue.journal import RunJournal
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Look at a run's queues, and set them right.", no_args_is_help=True, rich_markup_mode=None)
 dead_app = typer.Typer(help="Dead letters: items that were set aside.", no_args_is_help=True, rich_markup_mode=None)
+app.command("top")(top)
 app.add_typer(dead_app, name="dead")
 
 _QUEUE_HELP = "prompts, samples, or samples.e1 and so on for a later epoch's"
@@ -98,7 +101,8 @@ def dead_show(
     if letter is None:
         raise _no_letter([item_id], queue)
     payload = describe_payload(queue, letter.payload)
-    command = requeue_command(item_id, queue=queue, group=group, run=queues.run)
+    given = given_words(redis, config, ctx.obj or [])
+    command = requeue_command(item_id, queue=queue, group=group, run=queues.run, given=given)
     document = describe(letter) | {"queue": queue, "group": group, "payload": payload, "requeue": command}
     emit(as_json, document, show(queue, letter, payload, command))
 
@@ -137,7 +141,10 @@ def purge(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete all that a run's queues hold and know, for every group. Shards stay until you rebuild or delete them."""
+    """Delete all that a run's queues hold and know, for every group. Shards stay until you rebuild or delete them.
+
+    Without --queue the run's journal goes too.
+    """
     if not yes and not sys.stdin.isatty():
         raise ConfigError("purge asks first, and there is no terminal to ask on", fix="pass --yes; nothing was deleted")
     settings = read_settings(ctx, config, run__id=run, redis_url=redis)
@@ -149,6 +156,8 @@ def purge(
             emit(as_json, {"run": queues.run, "purged": {}}, ["nothing was deleted"])
             raise typer.Exit(1)
         purged = {each.name: each.purge() for each in chosen}  # prompts first: then nobody hands a sample off any more
+        if not queue:
+            RunJournal(queues.client, queues.run).delete()
     told = [f"{name}: deleted, {count} were not done" for name, count in purged.items()]
     if any(map(rules.prompts_of, purged)):
         told.append(f"before you feed: `eaglefeed store rebuild` uses the shards again, or delete {settings.store_uri}")
