@@ -21,6 +21,7 @@ KEYS = [
     "accept_length_untrained",
     "accept_length_prompt_lookup",
     "bitwise_equal",
+    "report",
     "seconds",
 ]
 
@@ -56,6 +57,11 @@ def test_the_demo_keeps_every_promise_it_prints(tmp_path: Path) -> None:
     assert document["accept_length_prompt_lookup"] >= 1.0
     assert "FAILED" not in ended.stderr
     assert list(deep.glob("runs/*/draft/export-*/model.safetensors"))
+    told = json.loads(Path(document["report"]).with_name("report.json").read_text())
+    assert told["outcome"]["state"] == "done"
+    assert told["evaluation"]["accept_length"] == document["accept_length"]
+    assert told["produced"] == document["produced"]
+    assert len(told["series"]) > 1
     assert not list(deep.glob("runs/*/shards/*/*.safetensors"))
 
 

@@ -3,14 +3,18 @@
 import sys
 import types
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eaglefeed.cli import train_progress
+from eaglefeed.config import load_settings
 from eaglefeed.consumer.holdings import StreamStats
 from eaglefeed.consumer.meter import Pace
+from eaglefeed.consumer.ranks import Ranks
 from eaglefeed.consumer.reporting import open_reporters, report_values
 from eaglefeed.consumer.trainer import StepResult
 from eaglefeed.errors import ConfigError
@@ -140,3 +144,20 @@ def test_nothing_is_imported_that_was_not_asked_for(tmp_path: Path, monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     _report(tmp_path, [], range(3))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_addresses_of_engines_and_servers_are_reported_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def opened(*_: object, config: object, **__: object) -> AbstractContextManager[tuple[()]]:
+        given.append(config)
+        return nullcontext(())
+
+    monkeypatch.setattr(train_progress, "open_reporters", opened)
+    urls = ["target.engine_url=http://u:hunter2@h:1", "train.remote_urls=http://u:hunter2@h:1"]
+    trainer: Any = types.SimpleNamespace(ranks=Ranks.alone(), step_count=0)
+    stream: Any = types.SimpleNamespace(stats=StreamStats())
+    with train_progress.progress_of(load_settings(None, urls), trainer, stream, has_room=None):
+        pass
+    assert "'lr'" in str(given)
+    assert "hunter2" not in str(given)

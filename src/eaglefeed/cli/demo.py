@@ -12,6 +12,7 @@ import typer
 from eaglefeed.cli.common import JsonOption, TargetOption, open_queues, opened_store, read_settings, stop_on_signals
 from eaglefeed.cli.display import RunDisplay
 from eaglefeed.cli.peers import refuse_peers
+from eaglefeed.cli.report import write_or_tell
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 
@@ -60,6 +61,8 @@ def demo(
     checks = _checks(document)
     for check in checks:
         sys.stderr.write(f"{'ok    ' if check.passed else 'FAILED'}  {check.text}\n")
+    if document["report"]:
+        sys.stderr.write(f"report: {document['report']}\n")
     sys.stderr.write(f"files of the run: {settings.run_dir}; {document['seconds']} s\n")
     if as_json:
         sys.stdout.write(json.dumps({key: value for key, value in document.items() if key != "mismatches"}) + "\n")
@@ -86,7 +89,8 @@ def _play(settings: Settings, display: RunDisplay) -> dict[str, Any]:
         prompts = held_out_prompts(inputs, tokenizer)
         display.event(f"decoding {len(prompts)} held-out prompts with three kinds of guesses")
         lengths = evaluate_drafts(model, prompts, settings, store)
-        return run.result() | lengths | {"bitwise_equal": equal}
+        page = write_or_tell(settings, queues, {"evaluation": lengths | {"num_prompts": len(prompts)}})
+        return run.result() | lengths | {"bitwise_equal": equal, "report": str(page) if page else None}
 
 
 def _checks(document: dict[str, Any]) -> list[Check]:

@@ -9,6 +9,7 @@ from typing import IO
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import EaglefeedError
+from eaglefeed.queue.address import has_password
 
 __all__ = ["DemoProcesses"]
 
@@ -86,7 +87,10 @@ class DemoProcesses:
 
     def _command(self, *words: str) -> list[str]:
         changed = self._settings.model_dump(mode="json", exclude_defaults=True)
-        overrides = [f"redis_url={changed.pop('redis_url')}"] if "redis_url" in changed else []
+        if self._settings.metrics.port is not None:
+            changed["metrics"]["port"] = 0  # several run beside each other: each logs the one it took
+        url = changed.pop("redis_url", "")
+        overrides = [f"redis_url={url}"] if url and not has_password(url) else []  # that one they inherit, as variable
         overrides += [
             f"{section}.{field}={value}" for section, fields in changed.items() for field, value in fields.items()
         ]

@@ -17,7 +17,10 @@ from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.errors import EaglefeedError
-from eaglefeed.queue.base import QueueStats
+from eaglefeed.ops.bottleneck import bottleneck
+from eaglefeed.ops.facts import read_run
+from eaglefeed.ops.live import LAST_POINTS
+from eaglefeed.queue.base import MAIN_GROUP
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.storage.base import FeatureStore
 
@@ -142,7 +145,8 @@ class DemoRun:
         self._display.update(self._rows())
 
     def _rows(self) -> dict[str, str]:
-        prompts, samples = self._queues.prompts.stats(), self._queues.samples.stats()
+        facts = read_run(self._queues, look_at=0, last_points=LAST_POINTS)
+        prompts, samples = facts.prompts, facts.samples["samples", MAIN_GROUP]
         history = self._history()
         last = history[-1] if history else None
         return {
@@ -151,7 +155,7 @@ class DemoRun:
             f"{samples.redelivered} redelivered",
             "store": f"{human_bytes(samples.stored_bytes)} of samples not yet trained on",
             "train": f"step {last['step']}, loss {last['loss']:.3f}" if last else "waiting for the first sample",
-            "bottleneck": _bottleneck(prompts, samples),
+            "bottleneck": bottleneck(facts).sentence,
         }
 
     def _history(self) -> list[dict[str, Any]]:
@@ -164,14 +168,6 @@ class DemoRun:
 
     def _steps(self) -> int:
         return len(self._history())
-
-
-def _bottleneck(prompts: QueueStats, samples: QueueStats) -> str:
-    if samples.full:
-        return "the trainer: the producer waits for room"
-    if prompts.unsettled and not samples.ready:
-        return "the producer: the trainer takes samples as they come"
-    return "the trainer: samples wait for it" if samples.ready else "none: the last samples are being trained on"
 
 
 def _mean(values: list[float]) -> float:
