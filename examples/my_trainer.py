@@ -17,6 +17,7 @@ from eaglefeed import (
     open_queue,
     open_store,
 )
+from eaglefeed.errors import EaglefeedError
 
 
 def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -59,6 +60,8 @@ def train_with_checkpoints(
 
 def main(folder: Path) -> None:
     """Train a linear head on the samples of a run that was produced with a vocabulary map."""
+    if not (folder / "queue").is_dir() or not (folder / "shards").is_dir():
+        sys.exit(f"{folder}: not the folder of a run, which has queue and shards in it")
     store = open_store(str(folder / "shards"))
     assets = load_run_assets(store)  # the run's contract, and what trainers need of the target
     width = 3 * assets.contract.hidden_size
@@ -75,8 +78,14 @@ def main(folder: Path) -> None:
         ) as stream:
             stream.load_state_dict(stream.state_dict())  # what an earlier start held when it died comes first
             losses = train(stream, model, optimizer)
-    sys.stdout.write(f"{len(losses)} steps, loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last\n")
+    told = f"{losses[0]:.2f} at first, {losses[-1]:.2f} at last" if losses else "none: all samples are learned"
+    sys.stdout.write(f"{len(losses)} steps, loss {told}\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER, of a run")
+    try:
+        main(Path(sys.argv[1]))
+    except EaglefeedError as error:
+        sys.exit(str(error))

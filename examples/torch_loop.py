@@ -21,6 +21,7 @@ from eaglefeed import (
     open_queue,
     open_store,
 )
+from eaglefeed.errors import EaglefeedError
 
 SAVE_EVERY = 10
 
@@ -88,6 +89,8 @@ def train(stream: SampleStream, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def main(folder: Path) -> None:
     """Train a linear head on the samples of a run that was produced with a vocabulary map."""
+    if not (folder / "queue").is_dir() or not (folder / "shards").is_dir():
+        sys.exit(f"{folder}: not the folder of a run, which has queue and shards in it")
     store = open_store(str(folder / "shards"))
     assets = load_run_assets(store)  # the run's contract, and what trainers need of the target
     torch.manual_seed(0)
@@ -111,4 +114,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER, of a run")
+    try:
+        main(Path(sys.argv[1]))
+    except EaglefeedError as error:
+        sys.exit(str(error))

@@ -30,6 +30,7 @@ happened, to which id, what was wanted and what came, and what to do next.
     └── RankGone               (retry)  a rank of a training job did not come to what all do together
 """
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -61,6 +62,8 @@ __all__ = [
     "UnsafeServer",
 ]
 
+_LOGIN = re.compile(r"://[^/\s]+@")
+
 
 class EaglefeedError(Exception):
     """The root of the tree.
@@ -86,7 +89,17 @@ class EaglefeedError(Exception):
     def _message(self) -> str:
         head = f"{self.subject}: {self.what}" if self.subject else self.what
         facts = [f"{name} {value}" for name, value in (("wanted", self.wanted), ("got", self.got)) if value is not None]
-        return "; ".join([", ".join([head, *facts]), *([self.fix] if self.fix else [])])
+        text = "; ".join([", ".join([head, *facts]), *([self.fix] if self.fix else [])])
+        return _without_logins(text)
+
+    @staticmethod
+    def text_of(error: BaseException) -> str:
+        """The class and the text of any error, whose addresses have lost their user and password."""
+        return _without_logins(f"{type(error).__name__}: {error}")
+
+
+def _without_logins(text: str) -> str:
+    return _LOGIN.sub("://…@", text)
 
 
 class ConfigError(EaglefeedError):
@@ -189,11 +202,10 @@ class QueueUnavailable(QueueError):
 
     retryable = True
 
-    def __init__(self, address: str, reason: str) -> None:
+    def __init__(self, address: str, reason: str, *, fix: str = "") -> None:
         self.address, self.reason = address, reason
-        super().__init__(
-            f"not reachable ({reason})", subject=address, fix="check that the server runs and is reachable"
-        )
+        what = reason if fix else f"not reachable ({reason})"  # with a fix of its own, it did answer
+        super().__init__(what, subject=address, fix=fix or "check that the server runs and is reachable")
 
 
 class UnsafeServer(QueueError):
@@ -229,7 +241,7 @@ class SampleCorrupt(StorageError):
 class StoreFull(StorageError):
     """No room for another shard; the partial file has been removed."""
 
-    default_fix = "free space or a quota, lower queue.high_bytes, or add trainers"
+    default_fix = "free space or a quota, lower queue.high_bytes, or train on more ranks"
 
     def __init__(self, store: str, *, num_bytes: int, free_bytes: int, reason: str, fix: str = "") -> None:
         self.num_bytes, self.free_bytes = num_bytes, free_bytes

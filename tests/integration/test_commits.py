@@ -19,7 +19,6 @@ from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage import janitor
 from eaglefeed.storage.memory import MemoryStore
 
-
 pytestmark = pytest.mark.usefixtures("deletes_in_place")
 
 

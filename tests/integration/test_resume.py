@@ -1,5 +1,6 @@
 """Exactly once relative to checkpoints: a training run is killed at every line that matters, and goes on as if not."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,14 @@ def _run() -> pipeline.Run:
     return made
 
 
-def _train(run: pipeline.Run, folder: Path, *, every: int = 3, keep: int = 2) -> dict[str, Tensor]:
+def _train(
+    run: pipeline.Run, folder: Path, *, every: int = 3, keep: int = 2, policy: str = "checkpoint"
+) -> dict[str, Tensor]:
     """One life of a trainer; returns the weights."""
     trainer = _trainer()
     with SampleStream(run.samples, run.store, consumer="t", clock=run.clock) as stream:
         resume(folder, trainer, stream, contract="c")
-        options: dict[str, Any] = {"checkpoint_every": every, "keep_checkpoints": keep}
+        options: dict[str, Any] = {"checkpoint_every": every, "keep_checkpoints": keep, "ack_policy": policy}
         try:
             TrainingRun(trainer, stream, folder, contract="c", **options).train()
         except KilledError:
@@ -143,6 +146,48 @@ def test_a_run_that_is_killed_at_any_line_ends_with_the_weights_of_one_that_is_n
     stats = run.samples.stats()
     assert (stats.done, stats.dead, stats.unsettled, stats.released, stats.redelivered) == (NUM_SAMPLES, 0, 0, 0, 0)
     assert list(run.store.scan()) == []
+    assert _steps(tmp_path) == list(range(1, NUM_SAMPLES + 1))
+
+
+def test_a_history_has_no_steps_that_the_draft_has_not_learned(tmp_path: Path) -> None:
+    run, path = _run(), tmp_path / "history.jsonl"
+    _train_until_killed(run, tmp_path, 9, every=3)  # checkpoints 3 and 6
+    with path.open("a") as history:
+        history.write('{"loss": 0.5, "step": 9')  # the kill cut it
+    with structlog.testing.capture_logs() as logs, pytest.MonkeyPatch.context() as patch:
+        _kill_at(patch, SampleStream, "take", 1, after=False)
+        with pytest.raises(KilledError):
+            _train(run, tmp_path)
+    assert _steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    told = [each for each in logs if each["event"] == "steps_are_made_again"]
+    assert [(each["after_step"], each["num_steps"]) for each in told] == [(6, 2)]
+    with path.open("a") as history:
+        history.write('{"loss": 0.5}')
+    _train(run, tmp_path)
+    assert _steps(tmp_path) == list(range(1, NUM_SAMPLES + 1))
+
+
+def test_a_start_without_a_checkpoint_is_not_called_resumed(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        _train(_run(), tmp_path)
+    assert [each for each in logs if each["log_level"] == "warning" or each["event"] == "resumed"] == []
+    with structlog.testing.capture_logs() as logs:
+        _resume(tmp_path, _trainer(), _run())
+    assert [(each["event"], each["step"]) for each in logs if each["event"] == "resumed"] == [("resumed", NUM_SAMPLES)]
+
+
+def test_a_training_that_keeps_no_checkpoints_says_that_it_starts_anew(tmp_path: Path) -> None:
+    run = _run()
+    with pytest.MonkeyPatch.context() as patch:
+        _kill_at(patch, SampleStream, "ack", 5, after=False)
+        with pytest.raises(KilledError):
+            _train(run, tmp_path, policy="step")
+    run.clock.advance(100)
+    with structlog.testing.capture_logs() as logs:
+        _train(run, tmp_path, policy="step")
+    told = [each for each in logs if each["event"] == "training_starts_anew"]
+    assert [(each["earlier_steps"], each["log_level"]) for each in told] == [(4, "warning")]
+    assert _steps(tmp_path) == list(range(1, NUM_SAMPLES - 4 + 1))
 
 
 def test_a_run_that_is_killed_over_and_over_makes_progress_and_no_difference(
@@ -176,6 +221,10 @@ def test_an_older_checkpoint_that_is_not_committed_can_be_restored(tmp_path: Pat
     assert run.samples.stats().committed_step == 3
     list_checkpoints(tmp_path)[-1].unlink()
     assert _same(_train(run, tmp_path), straight)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
 def _damage(path: Path) -> None:

@@ -53,6 +53,26 @@ def test_a_plain_loop_sees_every_sample_once_and_settles_all(run: pipeline.Run) 
     assert stream.stats.returned == 0
 
 
+def test_a_trainer_begins_while_what_an_earlier_one_had_committed_is_still_being_deleted(
+    run: pipeline.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = run.samples.lease(2, visibility_timeout_s=60, consumer="killed")
+    assert isinstance(lease, Lease)
+    run.samples.ack(lease.token, [item.id for item in lease.items])
+    may_go, delete = threading.Event(), run.store.delete
+
+    def slowly(ref: Any) -> bool:
+        assert may_go.wait(60)
+        return delete(ref)
+
+    monkeypatch.setattr(run.store, "delete", slowly)
+    with _stream(run) as stream:
+        assert len(stream.take(1)) == 1
+        assert run.samples.stats().released == 2
+        may_go.set()
+    assert run.samples.stats().released == 0
+
+
 def test_shards_go_after_their_ack(run: pipeline.Run) -> None:
     with _stream(run) as stream:
         list(stream)

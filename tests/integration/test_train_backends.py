@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from safetensors.torch import load_file
 
 import tiny_target
 from commands import Ended, Shell, conversation, save_tiny_target, write_rows
+from eaglefeed.cli import train_run
+from eaglefeed.consumer.export import export_draft
 from eaglefeed.consumer.remote import RemoteEagle3TargetModel
-from eaglefeed.errors import TargetUnavailable
+from eaglefeed.consumer.run import only_trainer_of
+from eaglefeed.errors import ConfigError, TargetUnavailable
 from eaglefeed.producer.loading import load_target
 from eaglefeed.producer.opening import info_of
 from eaglefeed.producer.server import TargetServer
@@ -210,6 +214,19 @@ def test_a_finished_run_that_is_started_again_has_nothing_to_do(shell: Shell) ->
     first = _train(shell, "colocated", "out").document
     again = _train(shell, "colocated", "out").document
     assert (again["steps"], again["step"], again["draft"]) == (0, first["step"], first["draft"])
+
+
+def test_nobody_else_trains_into_the_folder_while_the_draft_is_exported(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(*args: Any, **kwargs: Any) -> Path:
+        with pytest.raises(ConfigError, match="another trainer"), only_trainer_of(Path("out")):
+            pass  # it would take the half of an export for what a killed trainer left, and remove it
+        return export_draft(*args, **kwargs)
+
+    monkeypatch.setattr(train_run, "export_draft", export)
+    ended = _train(shell, "colocated", "out", "train.samples_per_step=5")
+    assert Path(ended.document["draft"]).is_dir()
 
 
 def test_other_conversations_than_the_checkpoint_s_are_refused(shell: Shell) -> None:

@@ -130,7 +130,7 @@ def test_training_goes_back_to_the_checkpoint_that_is_asked_for(filled: Shell, m
     ended = filled.run(*words, "train.from_step=2")
     assert (ended.document["steps"], ended.document["step"], ended.document["drained"]) == (9, NUM_ROWS, True)
     assert _names("later-step-*") == ["later-step-000000004.safetensors", "later-step-000000005.safetensors"]
-    assert [each["step"] for each in _history()] == [1, 2, 3, 4, 5, *range(3, 12)]
+    assert [each["step"] for each in _history()] == list(range(1, 12))
 
 
 def test_an_epoch_goes_on_with_the_weights_of_the_one_before(filled: Shell) -> None:

@@ -1,7 +1,10 @@
 """The reference training run: checkpoints and commits, and its start. tests/integration/test_resume.py crashes it."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -267,6 +270,15 @@ def test_what_a_killed_trainer_left_half_written_is_removed_and_nothing_else(tmp
     with only_trainer_of(tmp_path):
         left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["damaged-step-000000003.safetensors", "notes.tmp", "step-000000001.safetensors", "trainer.lock"]
+
+
+def test_a_file_system_without_locks_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="No locks available"), only_trainer_of(tmp_path):
+        pass
 
 
 def _hold(folder: Path, ready: "multiprocessing.synchronize.Event", end: "multiprocessing.synchronize.Event") -> None:

@@ -73,3 +73,16 @@ def test_a_trainer_whose_session_is_over_is_told_to_stop_and_one_without_a_sessi
     replaced, careless = (errors.StaleLease.of_session("ack", session, 7) for session in (3, 0))
     assert str(replaced).startswith("ack refused, its session is over, wanted 7, got 3; stop this trainer")
     assert "call restore(step) first" in str(careless)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("s3://key:secret@bucket/p", "s3://…@bucket/p"),
+        ("PUT https://u:p@ss@host:1/a and redis://:pw@h", "PUT https://…@host:1/a and redis://…@h"),
+        ("http://host:1/a@b, mail x@y", "http://host:1/a@b, mail x@y"),
+    ],
+)
+def test_no_message_holds_the_user_and_password_of_an_address(text: str, wanted: str) -> None:
+    assert str(errors.ConfigError("odd", subject=text, got=text)) == f"{wanted}: odd, got {wanted}"
+    assert errors.EaglefeedError.text_of(OSError(text)) == f"OSError: {wanted}"

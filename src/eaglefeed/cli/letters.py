@@ -2,16 +2,18 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from eaglefeed.errors import SchemaError
 from eaglefeed.queue import rules
+from eaglefeed.queue.address import address_of
 from eaglefeed.queue.base import MAIN_GROUP, DeadLetter
 from eaglefeed.schema.prompt import Prompt, decode_prompt
 from eaglefeed.schema.refs import decode_ref, ref_to_json
 
-__all__ = ["describe", "describe_payload", "one_line", "requeue_command", "show"]
+__all__ = ["describe", "describe_payload", "given_words", "one_line", "requeue_command", "show"]
 
 _SHOWN_BYTES = 32
 _DEEPEST = 4
@@ -60,11 +62,35 @@ def _indented(fields: dict[str, Any], margin: str) -> Iterator[str]:
             yield f"{margin}{name}: {json.dumps(value)}"
 
 
-def requeue_command(item_id: str, *, queue: str, group: str, run: str) -> str:
-    """The command that makes it ready again; the address of the queue is the user's own to add."""
+def requeue_command(item_id: str, *, queue: str, group: str, run: str, given: Sequence[str] = ()) -> str:
+    """The command that makes it ready again.
+
+    Args:
+        item_id: the letter's.
+        queue: where it lies.
+        group: which sees it dead.
+        run: the queue's.
+        given: how the run was reached, see `given_words`.
+    """
     words = ["eaglefeed", "queue", "dead", "requeue", "--run", run, "--queue", queue]
     words += ["--group", group] if group != MAIN_GROUP else []
-    return shlex.join([*words, *(["--"] if item_id.startswith("-") else []), item_id])
+    return shlex.join([*words, *given, *(["--"] if item_id.startswith("-") else []), item_id])
+
+
+def given_words(redis: str | None, config: Path | None, overrides: Sequence[str]) -> list[str]:
+    """The words by which a command was told where the run is, without a password: that is the user's own to add.
+
+    Args:
+        redis: the option's, if it was given.
+        config: the same.
+        overrides: `section.field=value` words; none of those may hold a secret but the queue's address.
+    """
+    words = ["--redis", address_of(redis)] if redis is not None else []
+    words += ["--config", str(config)] if config is not None else []
+    for each in overrides:
+        name, _, value = each.partition("=")
+        words.append(f"{name}={address_of(value)}" if name == "redis_url" else each)
+    return words
 
 
 def one_line(text: str) -> str:

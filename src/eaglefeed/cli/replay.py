@@ -28,7 +28,8 @@ def replay_epoch(settings: Settings, *, epoch: int | None, as_json: bool) -> Non
         found = replay(shards, queues.named, queues.run, epoch=epoch, seed=seed, max_depth=depth)
         uri = shards.uri
     queue = rules.epoch_queue(found.epoch)
-    document = {"run": settings.run.id, "store": uri, "queue": queue, "seed": seed} | asdict(found)
+    told_seed = None if found.stood else seed  # nobody knows any more which one it was
+    document = {"run": settings.run.id, "store": uri, "queue": queue, "seed": told_seed} | asdict(found)
     emit(as_json, document, _tell(found, queue, settings.run.id))
 
 
@@ -62,5 +63,6 @@ def _tell(found: Replayed, queue: str, run: str) -> list[str]:
         *([f"{more} more damaged; --json lists them"] if more > 0 else []),
         f"run {run}: put {found.refs} samples ({human_bytes(found.num_bytes)}) into {queue}{before}",
         *([f"left out {left_out}"] if left_out else []),
+        *([f"{queue} was whole before: its order stays, whatever the seed"] if found.stood else []),
         f"now `eaglefeed train train.epoch={found.epoch}`, with train.retain=true unless this is the last epoch",
     ]

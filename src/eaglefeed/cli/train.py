@@ -10,6 +10,7 @@ from eaglefeed.cli.common import (
     JsonOption,
     RedisOption,
     RunOption,
+    RunQueues,
     StoreOption,
     TargetOption,
     read_settings,
@@ -44,11 +45,13 @@ class TrainSource(Protocol):
         assets: what is known of the target.
         idle_s: TrainingRun's.
         has_room: whether producers may go on; None where there is no queue that they wait for.
+        queues: the run's, on the first rank; None where there are none.
     """
 
     assets: "RunAssets"
     idle_s: float | None
     has_room: "Callable[[], bool] | None"
+    queues: "RunQueues | None"
 
     def stream(self, trainer: "DraftTrainer") -> "AbstractContextManager[BatchSource]":
         """Take over the newest checkpoint, and open the stream that goes on from there."""

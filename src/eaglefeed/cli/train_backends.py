@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from eaglefeed.cli.common import access_token
+from eaglefeed.cli.common import RunQueues, access_token
 from eaglefeed.cli.prompts import PromptReader
 from eaglefeed.cli.reports import describe_read
 from eaglefeed.config import Settings
@@ -65,6 +65,7 @@ class TargetSource:
 
     idle_s: float | None = None
     has_room: "Callable[[], bool] | None" = None
+    queues: "RunQueues | None" = None
 
     def __init__(self, settings: Settings, conversations: Path, opened: _Opened) -> None:
         from eaglefeed.consumer.run import RunAssets

@@ -1,5 +1,6 @@
 """What `eaglefeed train` tells of its steps: lines on stderr, and reports to where train.report_to says."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import typer
 
 from eaglefeed.config import Settings
-from eaglefeed.consumer.meter import StepMeter
+from eaglefeed.consumer.meter import Pace, StepMeter
 from eaglefeed.consumer.reporting import Reporter, open_reporters, report_values
 from eaglefeed.consumer.source import BatchSource
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
 
 __all__ = ["Progress", "progress_of"]
+
+_MAX_RECENT = 1000
 
 
 @contextmanager
@@ -27,7 +30,7 @@ def progress_of(
     train = settings.train
     # Addresses may hold a password.
     config = {"train": train.model_dump(mode="json", exclude={"remote_urls"})} | {
-        name: getattr(settings, name).model_dump(mode="json") for name in ("draft", "target")
+        name: getattr(settings, name).model_dump(mode="json", exclude={"engine_url"}) for name in ("draft", "target")
     }
     with open_reporters(
         train.report_to if trainer.ranks.is_first else (),
@@ -55,11 +58,18 @@ class Progress:
     ) -> None:
         self.meter = StepMeter(stream.stats, has_room=has_room)
         self._trainer, self._stream, self._reporters, self._every = trainer, stream, reporters, every
+        self.on_step: Callable[[StepResult], None] = lambda _result: None
+        self.recent = deque[StepResult](maxlen=_MAX_RECENT)  # steps for whoever takes them out
+        self.num_steps = 0
+        self.pace: Pace | None = None  # of the last window that was told
         self._untold: StepResult | None = None
         self._num_untold = 0
 
     def tell(self, result: StepResult, _row: dict[str, Any]) -> None:
         """A step has ended."""
+        self.on_step(result)
+        self.recent.append(result)
+        self.num_steps += 1
         accuracies = " ".join(f"{accuracy:.3f}" for accuracy in result.accuracies)
         typer.echo(f"step {result.step} loss {result.loss:.4f} accuracy {accuracies}", err=True)
         self._untold, self._num_untold = result, self._num_untold + 1
@@ -70,7 +80,7 @@ class Progress:
         """Report what no report holds yet."""
         if self._untold is None:
             return
-        pace = self.meter.close()
+        self.pace = pace = self.meter.close()
         typer.echo(f"step {self._untold.step}: {pace}", err=True)
         lr = self._trainer.optimizer.param_groups[0]["lr"]
         values = report_values(self._untold, lr=lr, pace=pace, stats=self._stream.stats)

@@ -1,13 +1,16 @@
 """What `eaglefeed train` is on a run: its store, its queues, and a RoundStream over them."""
 
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from eaglefeed.cli.common import RunQueues, is_with_producers, open_queues, opened_store, stop_on_signals, worker_name
+from eaglefeed.cli.journaling import journaled
 from eaglefeed.cli.peers import RefWatch, trainer_options
 from eaglefeed.cli.replay import check_replayed
+from eaglefeed.cli.showing import run_shown
+from eaglefeed.cli.snapshots import starting_snapshot
 from eaglefeed.config import Settings
 from eaglefeed.queue.rules import epoch_queue
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from eaglefeed.consumer.run import RunAssets
     from eaglefeed.consumer.source import BatchSource
     from eaglefeed.consumer.trainer import DraftTrainer
+    from eaglefeed.ops.collector import Shown
     from eaglefeed.queue.base import LeaseQueue
     from eaglefeed.storage.base import FeatureStore
 
@@ -29,8 +33,10 @@ _LOOK_S = 5.0
 
 
 @contextmanager
-def run_source(settings: Settings, ranks: "Ranks", stop: threading.Event) -> "Iterator[RunSource | None]":
-    """The run's samples; None when `stop` is set before there are any.
+def run_source(
+    settings: Settings, ranks: "Ranks", stop: threading.Event, shown: "Shown"
+) -> "Iterator[RunSource | None]":
+    """The run's samples; None when `stop` is set before there are any. What the run is at is shown all the while.
 
     Raises:
         TargetUnavailable: no producer came in train.start_timeout_s.
@@ -44,8 +50,11 @@ def run_source(settings: Settings, ranks: "Ranks", stop: threading.Event) -> "It
     with (
         opened_store(settings, peer=trainer_options(settings, lambda: _samples(queues, settings).payloads())) as store,
         _queues(settings, ranks) as queues,
+        ExitStack() as stack,
     ):
-        with stop_on_signals(stop.set):
+        led, waiting = queues if ranks.is_first else None, partial(starting_snapshot, settings, "trainer")
+        stack.enter_context(run_shown(shown, led))
+        with stop_on_signals(stop.set), journaled(led, "trainer", worker_name(), waiting, goes_on=True):
             is_there = first_alone(ranks, lambda: _wait(settings, queues, store, ranks, stop))
         if is_there:
             yield RunSource(settings, ranks, queues, store, load_run_assets(store))
@@ -96,6 +105,7 @@ class RunSource:
     ) -> None:
         self.assets, self._settings, self._ranks, self._store = assets, settings, ranks, store
         train = settings.train
+        self.queues = queues if ranks.is_first else None
         self._samples = queues.named(epoch_queue(train.epoch), train.group) if ranks.is_first else None
         # Nobody produces a later epoch.
         self._prompts = queues.prompts if ranks.is_first and not train.epoch else None

@@ -1,14 +1,14 @@
 """Deleting the shards of released samples beside the training loop: no step waits for a store."""
 
-import contextlib
 import threading
 from collections.abc import Callable
-from queue import Full, Queue
+from queue import SimpleQueue
 
-from eaglefeed.errors import EaglefeedError
 from eaglefeed.logs import get_logger
 
 __all__ = ["Cleaner"]
+
+_QUIET_S = 5.0
 
 log = get_logger(__name__)
 
@@ -24,30 +24,40 @@ class Cleaner:
 
     def __init__(self, delete: Callable[[], object]) -> None:
         self._delete = delete
-        self._requests: Queue[bool] = Queue(maxsize=1)
+        self._requests = SimpleQueue[bool]()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def ask(self) -> None:
-        """Something was released."""
+        """Something was released; after the end, it is deleted here and now."""
+        if self._is_closed:
+            self._try()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="eaglefeed-cleaner", daemon=True)
             self._thread.start()
-        with contextlib.suppress(Full):  # one that waits is for this too
-            self._requests.put_nowait(True)
+        if self._requests.empty():  # one that waits is for this too
+            self._requests.put(True)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until what was asked for is done, for about `timeout_s` at most. Safe to repeat."""
-        if self._thread is None or not self._thread.is_alive():
+        """Wait until what was asked for is done, for `timeout_s` at most. Safe to repeat."""
+        self._is_closed = True
+        if self._thread is None:
             return
-        with contextlib.suppress(Full):
-            self._requests.put(False, timeout=timeout_s)
-        self._thread.join(timeout_s)
+        self._requests.put(False)
+        self._thread.join(min(timeout_s, _QUIET_S))
+        if self._thread.is_alive() and timeout_s > _QUIET_S:
+            log.info("released_shards_are_deleted", wait_s=timeout_s)
+            self._thread.join(timeout_s - _QUIET_S)
         if self._thread.is_alive():
             log.warning("released_shards_stay", reason=f"not deleted within {timeout_s:g} s", fix="eaglefeed store gc")
 
     def _run(self) -> None:
         while self._requests.get():
-            try:
-                self._delete()
-            except EaglefeedError as error:
-                log.warning("released_shards_stay", reason=str(error))
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self._delete()
+        except Exception as error:  # noqa: BLE001  whatever it is, the next request is served
+            log.warning("released_shards_stay", reason=f"{type(error).__name__}: {error}")

@@ -6,29 +6,33 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import safetensors.torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from eaglefeed.errors import StorageError, StoreFull
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["read_safetensors", "sync_folder", "translated", "write_safetensors", "write_whole"]
 
 _NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> None:
     """Write tensors from any device.
 
     Raises:
         StorageError: (StoreFull without room) nothing is left behind.
     """
+    import safetensors.torch  # not above: a report is written by this file too, without torch
+
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, safetensors.torch.save(on_cpu, metadata=dict(metadata)))
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_safetensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
     """Tensors and metadata of a file.
 
     Raises:

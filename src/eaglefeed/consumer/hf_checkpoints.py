@@ -42,7 +42,7 @@ def set_aside_later(folder: Path, step: int) -> None:
                 if aside.exists():
                     shutil.rmtree(aside)
                 path.rename(aside)
-            log.warning("checkpoint_set_aside", checkpoint=str(aside), why="later")
+            log.warning("checkpoint_set_aside", checkpoint=str(aside), reason="later")
 
 
 def _named(folder: Path) -> dict[int, Path]:

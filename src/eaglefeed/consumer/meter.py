@@ -19,7 +19,7 @@ class Pace(NamedTuple):
         samples_per_s: samples that the stream delivered; those of all ranks where it counts them.
         tokens_per_s: real tokens, padding left out.
         data_wait: share of the time that this process waited for samples: more producers would help.
-        room_wait: share of the looks at the queue that found it full, when producers wait for trainers: more trainers
+        room_wait: share of the looks at the queue that found it full, when producers wait for trainers: more ranks
             would help. None where nobody looked, or there is no queue.
     """
 

@@ -52,7 +52,8 @@ def resume(
 
     first_alone(trainer.ranks, call)
     trainer.share_state()
-    log.info("resumed", step=trainer.step_count, folder=str(folder))
+    if trainer.ranks.is_first and trainer.step_count:
+        log.info("resumed", step=trainer.step_count, folder=str(folder))
 
 
 def _resume(
@@ -66,7 +67,7 @@ def _resume(
     state, damaged = _load(_up_to(folder, paths, from_step), trainer, str(contract_id))
     stream.load_state_dict(state or stream.state_dict())
     for path, why in [*((path, "damaged") for path in damaged), *((path, "later") for path in later)]:
-        log.warning("checkpoint_set_aside", checkpoint=str(set_aside(path, why)), why=why)
+        log.warning("checkpoint_set_aside", checkpoint=str(set_aside(path, why)), reason=why)
     if isinstance(contract, RunContract):
         with translated(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ class RoundQueue:
             stop=stop,
             clock=clock,
         )
-        self.settler.delete_released()  # what an earlier trainer had committed when it died
+        self.settler.clean()  # what an earlier trainer had committed when it died
         self.renewer.start()
 
         def begin() -> Gatherer:
@@ -156,14 +156,15 @@ class RoundQueue:
         self.settler.clean()
         return count
 
-    def close(self) -> None:
+    def close(self, *, drained: bool) -> None:
         """Give back what is not acknowledged, once `stop` is set."""
         if self.gatherer is not None:
             self.gatherer.join(_JOIN_S)
-        self.settler.close()
+        is_there = self.settler.close(drained=drained)
         self.renewer.stop()
         with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
-            self._samples.farewell("trainer", self._consumer)
+            if is_there:
+                self._samples.farewell("trainer", self._consumer)
 
     def _is_lost(self, held: Held) -> bool:
         if self.renewer.is_kept(held.token):

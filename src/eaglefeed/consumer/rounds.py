@@ -222,7 +222,7 @@ class RoundStream:
         if self._feeder is not None:
             self._feeder.join(_JOIN_S)
         if self._queue is not None:
-            self._queue.close()
+            self._queue.close(drained=self.drained)
 
     def __enter__(self) -> "RoundStream":
         return self

@@ -17,6 +17,7 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.checkpoint import list_checkpoints, save_checkpoint, step_of
 from eaglefeed.consumer.expand import TargetHead, head_of_run
 from eaglefeed.consumer.files import translated
+from eaglefeed.consumer.history import HISTORY, take_back_history
 from eaglefeed.consumer.meter import Pace, StepMeter
 from eaglefeed.consumer.source import BatchSource
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
@@ -140,17 +141,18 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
 
     Raises:
         ConfigError: another process trains into it.
+        StorageError: it cannot be made or locked.
     """
     with translated(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "trainer.lock").open("w")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fix = "pass another folder with --output, or wait for its end"
-            raise ConfigError("another trainer is writing here", subject=str(folder), fix=fix) from None
         with translated(folder):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fix = "pass another folder with --output, or wait for its end"
+                raise ConfigError("another trainer is writing here", subject=str(folder), fix=fix) from None
             for left in folder.glob(".*.tmp"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
@@ -168,7 +170,8 @@ class TrainingRun:
     Args:
         trainer: the draft and its optimizer.
         stream: where batches come from, after `resume`.
-        folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`.
+        folder: of the checkpoints and history.jsonl, one line a step; held by `only_trainer_of`. Lines of steps that
+            the trainer has not made, or that it went back behind, are cut off.
         contract: id of the run's contract.
         samples_per_step: samples an optimizer step takes on each rank.
         samples_per_batch: how many of them are padded together into one forward.
@@ -215,7 +218,8 @@ class TrainingRun:
             ConfigError: what a start did not show, such as a token that was changed.
             StorageError: (StoreFull without room) a file of the folder cannot be written.
         """
-        path = self._folder / "history.jsonl"
+        path = self._folder / HISTORY
+        self._take_back(path)
         try:
             with translated(path):
                 opened = path.open("ab", buffering=0) if self._is_first else nullcontext()
@@ -226,6 +230,18 @@ class TrainingRun:
             raise
         self._settle(newest=self._stream.drained)
         return steps
+
+    def _take_back(self, path: Path) -> None:
+        """A start goes on from what the trainer has learned: its history says the same."""
+        step = self._trainer.step_count
+        num_lines = take_back_history(path, step) if self._is_first else 0
+        if num_lines and not step and not self._saves:
+            fix = "train.ack_policy=checkpoint goes on where a training stopped"
+            log.warning(
+                "training_starts_anew", earlier_steps=num_lines, reason="ack_policy=step keeps no checkpoints", fix=fix
+            )
+        elif num_lines:
+            log.warning("steps_are_made_again", after_step=step, num_steps=num_lines, history=str(path))
 
     def _train(self, history: BinaryIO | None) -> int:
         steps = 0
@@ -247,7 +263,7 @@ class TrainingRun:
         self._stream.ack(result.step if self._saves else None)
         if history is not None:
             row = self._row(result)
-            with translated(self._folder / "history.jsonl"):
+            with translated(self._folder / HISTORY):
                 history.write(json.dumps(row).encode() + b"\n")
             self._on_step(result, row)
         return True

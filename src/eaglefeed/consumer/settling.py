@@ -19,7 +19,9 @@ from eaglefeed.storage.janitor import delete_released
 
 __all__ = ["Settler"]
 
-_CLEAN_S = 60.0
+_CLEAN_S, _CLEAN_LAST_S = 60.0, 600.0
+"""How long a stop waits for shards to be deleted, and how long the end of a run, after which nobody may come."""
+_GIVE_BACK_S = 30.0
 
 T = TypeVar("T")
 
@@ -82,23 +84,33 @@ class Settler:
         self.session = self._call(lambda: self._samples.restore(checked["step"], seen=seen))
         self._step = checked["step"]
 
-    def give_back(self) -> None:
-        """Give back all that is held, at a clean end."""
-        # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
-        for token, ids in sorted(self._holdings.drain().items(), reverse=True):
-            try:
-                self._stats.returned += len(self._samples.nack(token, ids, reason="stream closed", delay_s=0).ok)
-            except QueueUnavailable as error:
-                log.warning("lease_left_to_expire", lease=token, sample_ids=ids, reason=str(error))
+    def give_back(self) -> bool:
+        """Give back all that is held, at a clean end; False where the queue is away, and what is left runs out."""
+        held, end_s = self._holdings.drain(), self._clock.monotonic() + _GIVE_BACK_S
+        left, reason = sorted(held), f"not all given back within {_GIVE_BACK_S:g} s"
+        try:
+            # Each goes back to the head: the newest lease first, so that the oldest comes out on top again.
+            while left and self._clock.monotonic() < end_s:
+                given = self._samples.nack(left[-1], held[left[-1]], reason="stream closed", delay_s=0)
+                self._stats.returned += len(given.ok)
+                left.pop()
+        except QueueUnavailable as error:
+            reason = str(error)
+        if left:
+            num_samples = sum(len(held[token]) for token in left)
+            log.warning("leases_left_to_expire", leases=left, num_samples=num_samples, reason=reason)
+        return not left
 
     def clean(self) -> None:
         """Something may have been released: its shards are deleted in the background."""
         self._cleaner.ask()
 
-    def close(self) -> None:
-        """Give back all that is held, and see what was released deleted."""
-        self.give_back()
-        self._cleaner.close(_CLEAN_S)
+    def close(self, *, drained: bool = False) -> bool:
+        """Give back all that is held, and see what was released deleted; False where the queue is away."""
+        is_there = self.give_back()
+        clean_s = _CLEAN_LAST_S if drained else _CLEAN_S
+        self._cleaner.close(clean_s if is_there else 0.0)
+        return is_there
 
     def delete_released(self) -> int:
         """Delete the shards that no group needs any more, unless a stream of the run retains them; returns how many."""

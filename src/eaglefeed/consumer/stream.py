@@ -123,7 +123,7 @@ class SampleStream:
             stop=self._stop,
             clock=clock,
         )
-        self._settler.delete_released()  # what an earlier trainer had committed when it died
+        self._settler.clean()  # what an earlier trainer had committed when it died
         self._renewer.start()
 
         def leaser() -> Leaser:
@@ -275,10 +275,11 @@ class SampleStream:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
         self._taker.join(_JOIN_S)
-        self._settler.close()
+        is_there = self._settler.close(drained=self.drained)
         self._renewer.stop()
         with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
-            self._samples.farewell("trainer", self._consumer)
+            if is_there:
+                self._samples.farewell("trainer", self._consumer)
 
     def __enter__(self) -> "SampleStream":
         return self

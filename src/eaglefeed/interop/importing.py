@@ -188,11 +188,11 @@ class Importer:
         try:
             self._make(token, item)
         except StaleLease as error:
-            log.warning("import_lost_its_lease", sample_id=item.id, reason=str(error))
+            log.warning("import_lost_its_lease", sample_id=item.id, lease=token, reason=str(error))
             self.done.stale += 1
         except StoreFull as error:
             self._give_back(token, item.id, str(error))
-            log.warning("import_waits_for_the_store", reason=str(error))
+            log.warning("import_waits_for_the_store", sample_id=item.id, lease=token, reason=str(error))
             self._clock.sleep(_FULL_PAUSE_S)
         except BaseException as error:
             self._give_back(token, item.id, str(error))
@@ -260,7 +260,7 @@ class Importer:
         try:
             self._prompts.nack(token, [item_id], reason=reason, delay_s=0)
         except QueueUnavailable as error:
-            log.warning("lease_left_to_run_out", sample_id=item_id, reason=str(error))
+            log.warning("lease_left_to_run_out", sample_id=item_id, lease=token, reason=str(error))
 
     def _leave(self) -> None:
         try:
