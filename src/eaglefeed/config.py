@@ -5,11 +5,13 @@ variable is EAGLEFEED_SECTION__FIELD; the queue's address is EAGLEFEED_REDIS_URL
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -18,10 +20,12 @@ from pydantic_settings import (
 )
 
 from eaglefeed.errors import ConfigError
+from eaglefeed.queue.address import has_password
 from eaglefeed.sections import (
     AccessSection,
     DraftSection,
     FeedSection,
+    MetricsSection,
     ProduceSection,
     QueueSection,
     RunSection,
@@ -36,6 +40,7 @@ __all__ = [
     "DraftSection",
     "FeedSection",
     "LaunchedRank",
+    "MetricsSection",
     "ProduceSection",
     "QueueSection",
     "RunSection",
@@ -49,6 +54,10 @@ __all__ = [
 ]
 
 PREFIX = "EAGLEFEED_"
+_MAX_GOT = 100
+_SHOULD = re.compile(
+    r"\w+ should (?:be |have |match )?(.+?)(?: after validation)?(?:, unable to .*|, not \d+)?", re.DOTALL
+)
 _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -74,6 +83,7 @@ class Settings(BaseSettings):
     feed: FeedSection = FeedSection()
     produce: ProduceSection = ProduceSection()
     serve: ServeSection = ServeSection()
+    metrics: MetricsSection = MetricsSection()
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
 
@@ -125,15 +135,59 @@ def load_settings(config: Path | None = None, overrides: list[str] | tuple[str, 
         if any(override.startswith(f"{secret}=") for override in overrides):
             fix = f"use {secret}_file, or the variable {PREFIX}{secret.upper().replace('.', '__')}"
             raise ConfigError("the process list would show it", subject=secret, fix=fix)
+    if any(override.startswith("redis_url=") and has_password(override) for override in overrides):
+        fix = f"use {PREFIX}REDIS_URL, or leave the password out and use queue.password_file"
+        raise ConfigError("the process list would show its password", subject="redis_url", fix=fix)
     try:
         return _with_yaml(config)(**_nested(overrides))
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(str(part) for part in fault["loc"])
-        what = fault["msg"].removeprefix("Value error, ")
-        raise ConfigError(what, subject=name, fix="see `eaglefeed COMMAND --help` and README") from None
+        fault = error.errors(include_url=False)[0]
+        raise _translated(fault["type"], fault["loc"], fault["msg"], fault["input"]) from None
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-        raise ConfigError("unreadable settings", subject=str(config or PREFIX + "*"), got=str(error)[:300]) from None
+        raise ConfigError("unreadable settings", subject=str(config or PREFIX + "*"), got=_unquoted(error)) from None
+
+
+def _unquoted(error: Exception) -> str:
+    """What is wrong, and where; YAML's own text quotes what stands there, which may be a password."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error)[:300]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {str(getattr(error, 'problem', '')).partition(chr(39))[0]}"
+
+
+def _translated(kind: str, loc: tuple[int | str, ...], text: str, given: object) -> ConfigError:
+    """What pydantic found, in our words; what was given is left out where it may be a secret."""
+    said, known = _SHOULD.fullmatch(text), _fields_of(str(loc[0])) if len(loc) > 1 else Settings.model_fields
+    what, wanted = "a value that cannot be used", said[1] if said else None
+    if kind == "extra_forbidden":
+        what, wanted = "no such setting", ", ".join(sorted(known))
+    elif said is None:
+        what = text.removeprefix("Value error, ")
+    elif _is_secret(_field_of(loc)):  # whose letters pydantic calls items
+        wanted = said[1].replace("item", "character")
+    got = repr(given)[:_MAX_GOT] if _is_shown(loc, given) else None
+    fix = "see `eaglefeed COMMAND --help` and docs/reference.md"
+    return ConfigError(what, subject=".".join(map(str, loc)), wanted=wanted, got=got, fix=fix)
+
+
+def _fields_of(section: str) -> dict[str, FieldInfo]:
+    found = Settings.model_fields.get(section)
+    return getattr(found.annotation, "model_fields", {}) if found else {}
+
+
+def _field_of(loc: tuple[int | str, ...]) -> FieldInfo | None:
+    return _fields_of(str(loc[0])).get(str(loc[1])) if len(loc) > 1 else None
+
+
+def _is_secret(field: FieldInfo | None) -> bool:
+    return field is not None and "SecretStr" in str(field.annotation)
+
+
+def _is_shown(loc: tuple[int | str, ...], given: object) -> bool:
+    """Only the value of a setting that is known and no secret: a misspelled name may be a password's."""
+    field = _field_of(loc)
+    is_plain = isinstance(given, str | int | float) and "@" not in str(given)  # no user and password of an address
+    return field is not None and is_plain and not _is_secret(field)
 
 
 def _with_yaml(config: Path | None) -> type[Settings]:

@@ -128,6 +128,24 @@ def test_an_empty_password_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings()
 
 
+@pytest.mark.parametrize("url", ["redis://u:hunter2@h:1", "rediss://:hunter2@h", "unix:///s?password=hunter2"])
+def test_an_address_with_a_password_is_refused_on_the_command_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="the process list would show its password") as caught:
+        load_settings(None, [f"redis_url={url}"])
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("EAGLEFEED_REDIS_URL", url)
+    assert load_settings().redis_url == url
+    for plain in ("redis://user@h:1/0", "unix:///a:b@c/s.sock"):
+        assert load_settings(None, [f"redis_url={plain}"]).redis_url == plain
+
+
+def test_a_token_that_is_too_short_is_told_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEFEED_ACCESS__TOKEN", "hunter2")
+    with pytest.raises(ConfigError, match=r"access\.token: .*wanted at least 16 characters;") as caught:
+        load_settings()
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: [")
@@ -137,10 +155,59 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
         load_settings(tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize("text", ["*hunter2", "!hunter2", "'hunter2\n"])
+def test_what_is_wrong_with_a_file_is_told_without_what_stands_there(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"queue:\n  password: {text}")
+    with pytest.raises(ConfigError, match=r"got line 2, column 13|got line 3, column 1") as caught:
+        load_settings(path)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLEFEED_REDISURL", "redis://x")
     with pytest.raises(ConfigError, match="EAGLEFEED_REDISURL"):
         load_settings()
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "train.samples_per_step=0",
+            "train.samples_per_step: a value that cannot be used, wanted greater than 0, got '0'",
+        ),
+        ("train.prefetch=two", "wanted a valid integer, got 'two'"),
+        ("train.dtype=float8", "wanted 'float32' or 'bfloat16', got 'float8'"),
+        ("run.id=../x", "wanted pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$', got '../x'"),
+        ("queue.groups=a,a", "queue.groups: a name is listed twice, got 'a,a'"),
+        ("feed.max_len=5", "feed.max_len: no such setting, wanted batch_size, keep_open, max_length, packing"),
+        ("serve.port=" + "9" * 500, "wanted less than or equal to 65535, got '999"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_told_with_what_is_wanted(word: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, [word])
+    assert told in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("EAGLEFEED_ACCESS__TOKEN", "hunter2"), ("EAGLEFEED_QUEUE__PASSWROD", "hunter2")],
+)
+def test_a_secret_that_cannot_be_used_is_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert "wanted" in str(caught.value)
+    assert value not in str(caught.value)
+
+
+def test_an_address_with_a_password_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, ["train.group=me:hunter2@there"])
+    assert "hunter2" not in str(caught.value)
 
 
 def test_settings_are_frozen() -> None:

@@ -8,7 +8,22 @@ from typing import Annotated
 import typer
 
 from eaglefeed import __version__
-from eaglefeed.cli import answers, bench, data, demo, feed, produce, queue, serve_target, store, train, validate, vocab
+from eaglefeed.cli import (
+    answers,
+    bench,
+    data,
+    demo,
+    doctor,
+    feed,
+    produce,
+    queue,
+    report,
+    serve_target,
+    store,
+    train,
+    validate,
+    vocab,
+)
 from eaglefeed.errors import (
     BuffersHeld,
     ConfigError,
@@ -64,6 +79,8 @@ app.command("produce")(produce.produce)
 app.command("train")(train.train)
 app.command("serve-target")(serve_target.serve_target)
 app.command("validate")(validate.validate)
+app.command("doctor")(doctor.doctor)
+app.command("report")(report.report)
 app.add_typer(queue.app, name="queue")
 app.add_typer(store.app, name="store")
 app.add_typer(data.app, name="data")

@@ -201,5 +201,9 @@ def worker_name() -> str:
 
 def emit(as_json: bool, document: dict[str, Any], lines: list[str]) -> None:
     """Print a result: one JSON object, or lines for people."""
-    sys.stdout.write(json.dumps(document, default=str) + "\n" if as_json else "".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+    text = json.dumps(document, default=str) + "\n" if as_json else "".join(f"{line}\n" for line in lines)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it has gone, and what it tells of is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's end would fail

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["HeldOut", "measure_checkpoints", "report_on"]
 
 _LOOKUP = "prompt_lookup"
-_BATCH_SIZE = 24
+_BATCH_SIZE = 32
 
 
 class HeldOut(NamedTuple):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from eaglefeed import logs
 from eaglefeed.cli.common import (
     ConfigOption,
     JsonOption,
@@ -82,6 +83,7 @@ def import_(
 
     ends = TargetEnds(settings, form)
     contract, name = ends.target.contract, worker_name()
+    logs.bind(role="producer", worker=name)
     files: FeatureFolder = (
         SpeculatorsFolder(folder, contract, is_partial=partial) if form == "speculators" else SpecForgeFolder(folder)
     )

@@ -1,11 +1,14 @@
 """`eaglefeed produce`: run the target over prompts."""
 
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
+from eaglefeed import logs
 from eaglefeed.cli.common import (
     ConfigOption,
     EngineOption,
@@ -22,7 +25,10 @@ from eaglefeed.cli.common import (
     stop_on_signals,
     worker_name,
 )
+from eaglefeed.cli.journaling import journaled
 from eaglefeed.cli.reports import human_bytes
+from eaglefeed.cli.showing import run_shown, show_producer, showing
+from eaglefeed.cli.snapshots import ProducerSnapshot, starting_snapshot
 from eaglefeed.config import Settings
 from eaglefeed.storage.options import PeerOptions
 
@@ -61,6 +67,7 @@ def produce(
         target__engine=engine,
         produce__vocab=vocab,
     )
+    logs.bind(role="producer", worker=worker_name())
     from eaglefeed.cli.targets import opened_target, vocabulary_map
     from eaglefeed.producer.ledger import QueueLedger
     from eaglefeed.producer.worker import ProducerWorker
@@ -71,7 +78,18 @@ def produce(
     opened = opened_store(settings, keeps=True, peer=PeerOptions(device=settings.target.device))
     is_compact = settings.produce.supervision == "last_hidden_states"
     loaded = opened_target(settings, compact=is_compact)
-    with opened as shards, open_queues(settings) as queues, stop_on_signals(stop.set), loaded as backend:
+    with (
+        opened as shards,
+        open_queues(settings) as queues,
+        showing(settings, "producer") as shown,
+        run_shown(shown, queues),
+        stop_on_signals(stop.set),
+        ExitStack() as stack,
+    ):
+        with journaled(
+            queues, "producer", worker_name(), partial(starting_snapshot, settings, "producer"), goes_on=True
+        ):
+            backend = stack.enter_context(loaded)
         if mapping is not None:
             backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
         tidy_s = _KEEPER_TIDY_S if shards.stays_with_producer else _TIDY_S
@@ -91,7 +109,9 @@ def produce(
             max_attempts=settings.queue.max_deliveries,
             tidy=Janitor(shards, QueueLedger(settings.run.id, queues.named), interval_s=tidy_s).maybe_run,
         )
-        stats = worker.run(stop)
+        show_producer(shown, queues, worker.stats)
+        with journaled(queues, "producer", worker_name(), ProducerSnapshot(settings, worker.stats)):
+            stats = worker.run(stop)
     line = (
         f"produced {stats.produced} samples ({stats.num_tokens} tokens, {human_bytes(stats.num_bytes)}), "
         f"{stats.dead} dead, {stats.retried} retried, {stats.returned} given back, {stats.stale} stale, "

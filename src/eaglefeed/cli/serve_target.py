@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eaglefeed import logs
 from eaglefeed.cli.common import (
     ConfigOption,
     EngineOption,
@@ -16,6 +17,7 @@ from eaglefeed.cli.common import (
     emit,
     read_settings,
     stop_on_signals,
+    worker_name,
 )
 
 __all__ = ["serve_target"]
@@ -58,6 +60,7 @@ def serve_target(
         serve__nccl_port=nccl_port,
         access__token_file=token_file,
     )
+    logs.bind(role="target", worker=worker_name())
     from eaglefeed.cli.targets import opened_target
     from eaglefeed.producer.opening import info_of
     from eaglefeed.producer.server import TargetServer, check_server, ready_report, stats_line
