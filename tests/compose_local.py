@@ -2,14 +2,13 @@
 
 import json
 import re
-import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,6 +17,7 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
 DEADLINE_S = 100.0
+_LOOK_S = 0.1
 
 
 def interpolate(value: Any, variables: dict[str, str]) -> Any:
@@ -41,33 +41,56 @@ def target_of(volume: str | dict[str, Any]) -> str:
     return volume["target"] if isinstance(volume, dict) else volume.split(":")[1]
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+class Running(NamedTuple):
+    """A process, the port of its metrics, and where its output goes."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
 class LocalRun:
-    """Runs services without containers: their paths lie below a folder, `redis:6379` is a free port of this machine."""
+    """Runs services without containers: their paths lie below a folder, their ports are free ones of this machine.
+
+    Args:
+        folder: does not exist yet.
+        variables: of the compose file.
+    """
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
         self.folder, self.services = folder, interpolate(SERVICES, variables)
-        self.password = secrets.token_hex(24)
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[Running] = []
         self.leaks: list[str] = []
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        volumes = [volume for service in SERVICES.values() for volume in service["volumes"]]
-        targets = [target_of(volume) for volume in volumes]
-        self.paths = {target: str(folder / target.lstrip("/")) for target in (*targets, "/run/secrets")}
+        volumes = [volume for service in self.services.values() for volume in service["volumes"]]
+        targets = {target_of(volume) for volume in volumes} | {"/run/secrets"}
+        self.paths = {target: str(folder / target.lstrip("/")) for target in targets}
+        self.port, self.server_port = free_port(), free_port()
         self._make_places(volumes)
+        self.secrets = {name: self.secret(name).read_text().strip() for name in COMPOSE["secrets"]}
 
     def _make_places(self, volumes: list[str | dict[str, Any]]) -> None:
-        Path(self.paths["/run/secrets"]).mkdir(parents=True)
+        for name in ("bin", "home", "tmp"):
+            (self.folder / name).mkdir(parents=True)
         for volume in volumes:
             place = Path(self.paths[target_of(volume)])
             if isinstance(volume, str):
-                place.mkdir(exist_ok=True)
-            elif not volume["source"].startswith("$"):
-                shutil.copy(ROOT / volume["source"], place)
-        self.secret.write_text(self.password + "\n", encoding="ascii")
-        (self.folder / "bin").mkdir()
+                place.mkdir(parents=True, exist_ok=True)
+            elif (source := ROOT / volume["source"]).is_file():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, place)
+        subprocess.run([ROOT / "deploy" / "make-secrets", self.paths["/run/secrets"]], check=True)
         self._wrap("eaglefeed", f'"{sys.executable}" -m eaglefeed')
+        self._wrap("python", sys.executable)
         for program in ("redis-server", "redis-cli"):
             self._wrap(program, str(shutil.which(program)))
 
@@ -78,86 +101,103 @@ class LocalRun:
         program.write_text(f'#!/bin/sh\n{noted}\nexec {words} "$@"\n', encoding="utf-8")
         program.chmod(0o755)
 
-    @property
-    def secret(self) -> Path:
-        return self.folder / "run" / "secrets" / "redis_password"
+    def secret(self, name: str = "redis_password") -> Path:
+        return self.folder / "run" / "secrets" / name
 
-    def _here(self, text: str) -> str:
-        for target, path in self.paths.items():
-            text = text.replace(target, path)
-        text = text.replace("port 6379", f"bind 127.0.0.1\nport {self.port}").replace("-p 6379", f"-p {self.port}")
-        return text.replace("redis:6379", f"127.0.0.1:{self.port}")
+    def _here(self, text: str, metrics_port: int) -> str:
+        """What a container sees as its own file system and network, as this machine has it."""
+        words = {
+            **self.paths,
+            "port 6379": f"bind 127.0.0.1\nport {self.port}",
+            "-p 6379": f"-p {self.port}",
+            "redis:6379": f"127.0.0.1:{self.port}",
+            "target-server:8001": f"127.0.0.1:{self.server_port}",
+            "8001": str(self.server_port),
+            "9464": str(metrics_port),
+        }
+        longest_first = sorted(words, key=len, reverse=True)
+        return re.sub(rf"(?:{'|'.join(map(re.escape, longest_first))})\b", lambda found: words[found[0]], text)
 
-    def start(
-        self, service: str, command: list[str] | None = None, path: str = "", **environment: str
-    ) -> subprocess.Popen[bytes]:
+    def start(self, service: str, command: list[str] | None = None, **environment: str) -> Running:
         """Start a service's command, or another one in its place."""
-        definition = self.services[service]
-        words = [self._here(word) for word in command or definition["command"]]
-        own = {name: self._here(str(value)) for name, value in definition.get("environment", {}).items()}
-        with (self.folder / f"{len(self.started)}-{service}.log").open("wb") as log:
+        words = command or self.services[service]["command"]
+        is_ours = "build" in self.services[service]
+        return self._start(service, [*entrypoint(), *words] if is_ours else words, free_port(), environment)
+
+    def _start(self, service: str, words: list[str], port: int, environment: dict[str, str]) -> Running:
+        given = self.services[service].get("environment", {})
+        log = self.folder / f"{len(self.started)}-{service}.log"
+        with log.open("wb") as output:
             process = subprocess.Popen(
-                words if service == "redis" else [*entrypoint(), *words],
+                [self._here(word, port) for word in words],
                 env={
-                    "PATH": f"{path}:{self.folder}/bin:/usr/local/bin:/usr/bin:/bin",
-                    "HOME": str(self.folder),
+                    "PATH": f"{self.folder}/bin:/usr/local/bin:/usr/bin:/bin",
+                    "TMPDIR": str(self.folder / "tmp"),
                     "OMP_NUM_THREADS": "1",
-                    **own,
+                    **{name: self._here(str(value), port) for name, value in given.items()},
                     **environment,
                 },
-                cwd=self.folder,
+                cwd=self.folder / "home",
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.started.append(process)
+        self.started.append(Running(process, port, log))
         self.look()
-        return process
+        return self.started[-1]
 
-    def finish(self, process: subprocess.Popen[bytes]) -> int:
+    def finish(self, running: Running) -> int:
         """Wait for the end, watching what others can see of the processes."""
         end = time.monotonic() + DEADLINE_S
-        while process.poll() is None:
+        while running.process.poll() is None:
             assert time.monotonic() < end, self.outputs()
             self.look()
-            time.sleep(0.02)
-        return process.returncode
+            time.sleep(_LOOK_S)
+        return running.process.returncode
 
     def run(self, service: str, command: list[str] | None = None, **environment: str) -> int:
         return self.finish(self.start(service, command, **environment))
 
-    def check(self, path: str = "") -> int:
-        """The redis service's health check, as its shell runs it."""
-        kind, line = self.services["redis"]["healthcheck"]["test"]
-        assert kind == "CMD-SHELL"
-        return self.finish(self.start("redis", ["/bin/sh", "-c", line], path))
+    def check(self, service: str = "redis", of: Running | None = None, **environment: str) -> int:
+        """A service's health check, as it is run beside a process of it."""
+        kind, *words = self.services[service]["healthcheck"]["test"]
+        words = ["/bin/sh", "-c", *words] if kind == "CMD-SHELL" else words
+        return self.finish(self._start(service, words, of.port if of else 0, environment))
+
+    def wait_until_healthy(self, service: str, running: Running) -> None:
+        """Wait until the health check passes; it must before the process ends."""
+        end = time.monotonic() + DEADLINE_S
+        while self.check(service, running) != 0:
+            assert running.process.poll() is None, self.outputs()
+            assert time.monotonic() < end, self.outputs()
+            time.sleep(_LOOK_S)
 
     def look(self) -> None:
-        """Note each process whose command line or environment shows the password."""
+        """Note each process whose command line or environment shows a secret."""
         for entry in Path("/proc").glob("[0-9]*"):
             for name in ("cmdline", "environ"):
                 try:
                     shown = (entry / name).read_bytes()
                 except OSError:  # ended, or another user's
                     continue
-                if self.password.encode() in shown:
-                    self.leaks.append(f"{name} of {shown[:80]!r}")
+                self.leaks += [
+                    f"{name} of {shown[:80]!r}" for secret in self.secrets.values() if secret.encode() in shown
+                ]
 
     def given(self) -> str:
         """Words and environment of each program that was started."""
         return (self.folder / "given").read_text()
 
     def outputs(self) -> str:
-        return "\n".join(log.read_text(errors="replace") for log in sorted(self.folder.glob("*.log")))
+        return "\n".join(running.output() for running in self.started)
 
     def last_output(self) -> str:
-        (log,) = self.folder.glob(f"{len(self.started) - 1}-*.log")
-        return log.read_text()
+        return self.started[-1].output()
 
     def stop(self) -> None:
         """End what runs, each process with its children."""
-        for process in self.started:
-            if process.poll() is None:
-                subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=False, capture_output=True)
-                process.wait()
+        for running in self.started:
+            if running.process.poll() is None:
+                subprocess.run(["kill", "-KILL", "--", f"-{running.process.pid}"], check=False, capture_output=True)
+                running.process.wait()
