@@ -117,10 +117,11 @@ def test_readme_names_every_command() -> None:
 
 
 def test_long_options_in_sentences_are_some_commands() -> None:
-    known = set().union(*(options_of(command) for _, command in all_commands())) | {"--scale"}
+    known = set().union(*(options_of(command) for _, command in all_commands())) | {"--version", "--scale", "--volumes"}
     for text in TEXTS.values():
         for span in spans(text):
-            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)) <= known, span
+            if not re.match("docker|pytest", span):
+                assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)) <= known, span
 
 
 def assert_is_setting(section: str, field: str) -> None:
@@ -130,13 +131,13 @@ def assert_is_setting(section: str, field: str) -> None:
 
 def test_settings_in_the_docs_exist() -> None:
     found = 0
-    for text in TEXTS.values():
-        for span in spans(text):
+    for name, text in TEXTS.items():
+        for span in spans("" if "benchmarks" in name else text):  # figures there have names of the same form
             match = re.fullmatch(r"([a-z]+)\.([a-z_]+)(?:=\S+)?", span)
             if (
                 match
                 and match[1] in Settings.model_fields
-                and match[2] not in ("py", "jsonl", "lua", "safetensors", "yaml")
+                and match[2] not in ("py", "jsonl", "lua", "safetensors", "yaml", "md", "html", "json")
             ):
                 assert_is_setting(match[1], match[2])
                 found += 1
@@ -171,7 +172,7 @@ def is_script(path: str) -> bool:
 def test_dotted_names_of_the_package_exist() -> None:
     for text in TEXTS.values():
         for name in re.findall(r"\beaglefeed(?:\.[a-z0-9_]+)+\b", text):
-            assert importlib.util.find_spec(name), name
+            assert importlib.util.find_spec(name) or name == "eaglefeed.json", name  # a file of deploy/monitoring
 
 
 def test_every_queue_script_has_its_paragraph() -> None:
@@ -286,4 +287,4 @@ def test_no_document_names_a_path_of_somebodys_machine() -> None:
     for name, text in TEXTS.items():
         assert not re.search(r"(?<![\w.…])/(work|home|root|tmp|Users)/", text), name
         hosts = set(re.findall(r"https?://([\w.-]+)", text))
-        assert hosts <= {"download.pytorch.org", "keepachangelog.com", "127.0.0.1", "host"}, name
+        assert hosts <= {"download.pytorch.org", "keepachangelog.com", "127.0.0.1", "host", "HOST"}, name
