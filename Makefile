@@ -1,22 +1,26 @@
 # make demo: install and run the main job to its end.  make test: install what the tests need and pass them.
-# Variables: VENV, PYTHON, TORCH_INDEX (PyTorch's CPU index, where pip does not find torch's CPU build by itself).
+# Variables: VENV, PYTHON, TORCH_INDEX (PyTorch's CPU index, where pip does not find torch's CPU build by itself), WORKERS (of
+# the tests; a file's run in one).
 
 VENV ?= .venv
 PYTHON ?= python3
 PIP = $(VENV)/bin/python -m pip
 TORCH_INDEX ?=
+WORKERS ?= 2
 CHAOS ?=
 LONG ?=
+SCREENSHOT ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-pipeline bench-peers chaos train-long
+.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-pipeline bench-peers chaos train-long screenshot
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
 
 test: install-dev
 	scripts/check $(VENV)
-	$(VENV)/bin/python -m pytest
+	folder=$$(mktemp -d /tmp/ef.XXXX) && $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --basetemp $$folder \
+	  && rm -r $$folder
 
 # vLLM for real, on the CPU and in an environment of its own (2.5 GB): as an engine, and serving the draft of a demo.
 test-vllm: install-dev .vllm/.installed
@@ -36,6 +40,10 @@ check: install-dev
 # an interrupted one stopped. Options: LONG="--prompts 60".
 train-long: install
 	$(VENV)/bin/python scripts/train-long $(LONG)
+
+# The picture in the README, of the report of a demo run. SCREENSHOT="--report runs/ID/report.html" takes another run's.
+screenshot: install-dev
+	PYTHONPATH=tests $(VENV)/bin/python scripts/screenshot $(SCREENSHOT)
 
 # Options: CHAOS="--deliveries 100000 --seed 7 --server redis".
 chaos: install-dev

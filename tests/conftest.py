@@ -9,11 +9,21 @@ from contextlib import ExitStack
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import structlog
 
 import queue_servers
 import s3_server
+from eaglefeed import logs
 from eaglefeed.consumer.cleaning import Cleaner
 from eaglefeed.queue.connection import QueueClient
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_its_own() -> Iterator[None]:
+    """What a command has set up in one test, such as the lowest level that is shown, is not there in the next."""
+    yield
+    structlog.reset_defaults()
+    logs._bound.clear()
 
 
 @pytest.fixture(scope="session")

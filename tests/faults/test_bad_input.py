@@ -124,8 +124,9 @@ def test_a_server_that_is_too_old(shell: Shell) -> None:
         _one_line(shell.run("queue", "stats", "--redis", server.url), 4, "5.0.14", "6.2")
 
 
-def test_a_password_in_the_address_is_never_printed(shell: Shell) -> None:
-    ended = shell.run("queue", "stats", "--redis", "redis://:s3cret@127.0.0.1:1/0")
+def test_a_password_in_the_address_is_never_printed(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEFEED_REDIS_URL", "redis://:s3cret@127.0.0.1:1/0")
+    ended = shell.run("queue", "stats")
     assert ended.code == 4
     assert "s3cret" not in ended.out + ended.err
 

@@ -1,6 +1,7 @@
 """The whole job by its commands, on a random target and a real server."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -195,11 +196,12 @@ _IMPORT = "import sys, {modules}\nsys.exit('torch' in sys.modules)"
     [
         (_IMPORT.format(modules="eaglefeed\neaglefeed.SampleRef"), 0),
         (_IMPORT.format(modules="eaglefeed.queue.redis, eaglefeed.queue.memory, eaglefeed.queue.embedded"), 0),
+        (_IMPORT.format(modules="eaglefeed.ops.report"), 0),
         (_RUN_COMMAND.format(words=["--help"]), 0),
         (_RUN_COMMAND.format(words=["produce", "--help"]), 0),
         (_RUN_COMMAND.format(words=["validate", "nothing"]), 2),
     ],
-    ids=["the package", "the queue", "help", "a command's help", "validate"],
+    ids=["the package", "the queue", "the report", "help", "a command's help", "validate"],
 )
 def test_torch_stays_out_of(code: str, wanted: int) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
@@ -213,3 +215,13 @@ def test_validating_headers_needs_no_torch(shell: Shell, rows: Path, tmp_path: P
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     assert b"20 checked, 0 with faults" in ended.stdout
+
+
+def test_a_result_that_nobody_reads_any_more_does_not_make_the_work_a_failure() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = "from eaglefeed.cli.common import emit; emit(False, {}, ['trained']); emit(True, {'steps': 1}, [])"
+    with os.fdopen(write, "wb") as gone:
+        words = [sys.executable, "-c", code]
+        ended = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

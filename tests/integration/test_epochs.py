@@ -228,6 +228,10 @@ def test_a_repeated_replay_says_that_the_samples_were_there(shell: Shell, client
     assert "`eaglefeed train train.epoch=1`" in first
     again = shell.run("feed", "--replay", "--epoch", "1").out
     assert f"put 0 samples (0 B) into samples.e1, {NUM} were there before" in again
+    assert "samples.e1 was whole before: its order stays, whatever the seed" in again
+    assert "whole before" not in first
+    told = shell.run("feed", "--replay", "--epoch", "1", "--seed", "9", "--json").document
+    assert (told["stood"], told["seed"]) == (True, None)
     later = shell.run("feed", "--replay")
     assert later.code == 2
     assert (
@@ -243,6 +247,8 @@ def test_a_repeated_replay_says_that_the_samples_were_there(shell: Shell, client
         (("rows.jsonl", "--epoch", "1"), "pass --replay"),
         (("rows.jsonl", "--seed", "1"), "pass --replay"),
         (("--replay", "--epoch", "0"), "--epoch"),
+        (("--replay", "--batch-size", "2", "--packing"), "samples as they are stored, got --batch-size, --packing"),
+        (("--replay", "--max-length", "9", "--keep-open"), "got --max-length, --keep-open"),
         (("--replay",), "no such run here"),
         (("--replay", "--store", "nccl://"), "nothing to replay: its samples are in their producers' memory"),
     ],

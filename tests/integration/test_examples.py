@@ -1,6 +1,8 @@
 """The example loops run as their first lines say, and go on after a death as they promise."""
 
 import importlib.util
+import runpy
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,6 +131,29 @@ def test_the_plain_loop_runs_from_a_runs_folder(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("6 steps, loss ")
     assert second == "0 steps, loss none: all samples are learned"
+
+
+@pytest.mark.parametrize("name", ["torch_loop", "my_trainer"])
+def test_a_folder_that_is_no_runs_is_one_line_and_stays_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return str(ended.value.code)
+
+    assert (
+        call(str(tmp_path / "nowhere"))
+        == f"{tmp_path / 'nowhere'}: not the folder of a run, which has queue and shards in it"
+    )
+    assert "not the folder of a run" in call(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    assert call().endswith(f"{name}.py FOLDER, of a run")
+    for part in ("queue", "shards"):
+        (tmp_path / part).mkdir()
+    assert "contract.json" in call(str(tmp_path))  # nothing was produced yet
+    assert capsys.readouterr().out == ""
 
 
 def test_the_trainer_trains_on_all_samples_and_exports_a_draft(

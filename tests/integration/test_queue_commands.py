@@ -11,6 +11,7 @@ import pytest
 
 import samples as sample_refs
 from commands import Shell
+from eaglefeed.cli.letters import given_words
 from eaglefeed.errors import ConfigError
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem
@@ -181,6 +182,32 @@ def test_the_command_that_is_shown_makes_the_letter_ready_again(shell: Shell, cl
     assert words[0] == "eaglefeed"
     assert shell.run(*words[1:]).code == 0
     assert (own.stats().ready, own.stats().dead) == (1, 0)
+
+
+def test_the_command_that_is_shown_finds_the_run_where_the_user_found_it(
+    shell: Shell, client: QueueClient, samples: LeaseQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bury(samples, "bad")
+    (tmp_path / "own settings.yaml").write_text("queue: {max_depth: 5}\n")
+    away = tmp_path / "away"
+    away.mkdir()
+    monkeypatch.chdir(away)
+    where = ("--config", "../own settings.yaml", f"run.dir={tmp_path / 'runs'}")
+    words = shlex.split(shell.run("queue", "dead", "show", "c-0", "--json", *where).document["requeue"])
+    assert (words[0], [each for each in where if each not in words]) == ("eaglefeed", [])
+    ended = shell.run(*words[1:])
+    assert (ended.code, samples.stats().ready) == (0, 3), ended.err
+    bury(samples, "bad")
+    for given in (("--redis", client.address), (f"redis_url={client.address}",)):
+        words = shlex.split(shell.run("queue", "dead", "show", "c-1", "--json", *given).document["requeue"])
+        assert [each for each in given if each not in words] == []
+
+
+def test_the_command_that_is_shown_holds_no_password() -> None:
+    words = given_words(
+        "redis://me:hunter2@there:6379/1", None, ["redis_url=rediss://:hunter2@there:6380", "run.dir=r"]
+    )
+    assert words == ["--redis", "redis://there:6379/1", "redis_url=rediss://there:6380", "run.dir=r"]
 
 
 def test_requeue_makes_all_of_them_ready_or_those_that_are_named(shell: Shell, samples: LeaseQueue) -> None:

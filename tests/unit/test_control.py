@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from eaglefeed.access import bearer, check_listen
 from eaglefeed.clock import ManualClock
 from eaglefeed.errors import ConfigError, EaglefeedError, SchemaError, StorageError, TargetError, TargetUnavailable
-from eaglefeed.storage.control import ControlClient, bearer
-from eaglefeed.storage.serving import TokenGuard, check_listen, read_body, refusal_reply
+from eaglefeed.storage.control import ControlClient
+from eaglefeed.storage.serving import TokenGuard, read_body, refusal_reply
 from eaglefeed.storage.wire import Deadline
 
 Message = dict[str, Any]
