@@ -1,6 +1,8 @@
 """Commands as a user types them, in this process."""
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,10 @@ import pytest
 
 import tiny_target
 from eaglefeed.cli import main
+from eaglefeed.errors import ConfigError
+from eaglefeed.queue import EmbeddedServer, connect
+from eaglefeed.queue.connection import QueueClient
+from eaglefeed.queue.server_process import find_server_binary
 
 
 @dataclass
@@ -59,3 +65,14 @@ def save_tiny_target(folder: Path) -> Path:
     tiny_target.tiny_model().save_pretrained(folder)
     tiny_target.tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def run_server(folder: Path) -> Iterator[QueueClient]:
+    """The server of a run's folder, kept running between commands; where none is installed, the test is skipped."""
+    try:
+        find_server_binary()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with EmbeddedServer(folder / "queue") as server, closing(connect(server.url)) as client:
+        yield client

@@ -12,13 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from commands import Ended, Shell, conversation, save_tiny_target, write_rows
+from commands import Ended, Shell, conversation, run_server, save_tiny_target, write_rows
 from eaglefeed.consumer.stream import SampleStream
-from eaglefeed.errors import ConfigError
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import open_queue
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.redis import RedisLeaseQueue
-from eaglefeed.queue.server_process import find_server_binary
 from eaglefeed.storage.shared_dir import SharedDirStore
 
 NUM = 6
@@ -42,14 +40,8 @@ def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path, monk
 @pytest.fixture
 def client(shell: Shell, tmp_path: Path) -> Iterator[QueueClient]:
     """The run's server, kept running between commands."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / "runs" / "default" / "queue") as server:
-        opened = connect(server.url)
+    with run_server(tmp_path / "runs" / "default") as opened:
         yield opened
-        opened.close()
 
 
 def ok(shell: Shell, *words: str | Path) -> Ended:

@@ -9,20 +9,19 @@ import pytest
 import structlog
 import torch
 
-from commands import Shell, conversation, save_tiny_target, write_rows
+from commands import Shell, conversation, run_server, save_tiny_target, write_rows
 from eaglefeed.cli import journaling
 from eaglefeed.cli.common import RunQueues
 from eaglefeed.cli.feed_note import noted
 from eaglefeed.cli.journaling import add_fact, journaled
 from eaglefeed.config import load_settings
-from eaglefeed.errors import ConfigError, QueueUnavailable
+from eaglefeed.errors import QueueUnavailable
 from eaglefeed.ops.bottleneck import bottleneck
 from eaglefeed.ops.facts import RunFacts, read_run
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import open_queue
 from eaglefeed.queue.base import QueueItem
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.journal import JournalView, RunJournal
-from eaglefeed.queue.server_process import find_server_binary
 
 torch.set_num_threads(1)
 NUM_ROWS = 6
@@ -43,14 +42,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def queues(tmp_path: Path) -> Iterator[RunQueues]:
     """The run's server, kept running between commands."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / "runs" / "default" / "queue") as server:
-        client = connect(server.url)
+    with run_server(tmp_path / "runs" / "default") as client:
         yield queues_of(client)
-        client.close()
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 import samples as sample_refs
-from commands import Shell
+from commands import Shell, run_server
 from eaglefeed.cli.letters import given_words
-from eaglefeed.errors import ConfigError
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem
 from eaglefeed.queue.connection import QueueClient
-from eaglefeed.queue.server_process import find_server_binary
 from eaglefeed.schema.prompt import Prompt, PromptRow, encode_prompt
 from eaglefeed.schema.refs import SampleRef, encode_ref
 
@@ -32,14 +30,8 @@ def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[QueueClient]:
     """The run's server, kept running between commands."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / "runs" / "default" / "queue") as server:
-        opened = connect(server.url)
+    with run_server(tmp_path / "runs" / "default") as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

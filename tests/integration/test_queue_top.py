@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 
-from commands import Shell
+from commands import Shell, run_server
 from eaglefeed.clock import SYSTEM_CLOCK
-from eaglefeed.errors import ConfigError
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import EmbeddedServer, open_queue
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.journal import RunJournal
-from eaglefeed.queue.server_process import find_server_binary, is_alive
+from eaglefeed.queue.server_process import is_alive
 from queue_steps import ids, items, learn, lease, numbered
 
 PATIENCE_S = 60.0
@@ -39,15 +38,9 @@ def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[QueueClient]:
     """A run of 20 prompts, of which 8 are made, 3 of those learned and one is a dead letter."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / "runs" / "default" / "queue") as server:
-        opened = connect(server.url)
+    with run_server(tmp_path / "runs" / "default") as opened:
         fill(opened)
         yield opened
-        opened.close()
 
 
 def fill(client: QueueClient) -> None:

@@ -13,17 +13,16 @@ import structlog
 import torch
 
 import report_runs
-from commands import Shell, conversation, save_tiny_target, write_rows
+from commands import Shell, conversation, run_server, save_tiny_target, write_rows
 from eaglefeed.cli import journaling
 from eaglefeed.cli.common import RunQueues
 from eaglefeed.cli.report import reported, write_or_tell
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import load_settings
-from eaglefeed.errors import ConfigError, StorageError
+from eaglefeed.errors import StorageError
 from eaglefeed.ops.report import write_report
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import open_queue
 from eaglefeed.queue.connection import QueueClient
-from eaglefeed.queue.server_process import find_server_binary
 
 torch.set_num_threads(1)
 NUM_ROWS = 6
@@ -38,14 +37,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def queues(tmp_path: Path) -> Iterator[RunQueues]:
     """The run's server, kept running between commands."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / FOLDER / "queue") as server:
-        client = connect(server.url)
+    with run_server(tmp_path / FOLDER) as client:
         yield RunQueues(client, "default", *(open_queue(client, "default", name) for name in ("prompts", "samples")))
-        client.close()
 
 
 @pytest.fixture

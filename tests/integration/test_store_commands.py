@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 import samples as made
-from commands import Shell, conversation, save_tiny_target, write_rows
-from eaglefeed.errors import ConfigError
+from commands import Shell, conversation, run_server, save_tiny_target, write_rows
 from eaglefeed.producer.ledger import register
-from eaglefeed.queue import EmbeddedServer, connect, open_queue
+from eaglefeed.queue import open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem
 from eaglefeed.queue.connection import QueueClient
-from eaglefeed.queue.server_process import find_server_binary
 from eaglefeed.schema.contract import CONTRACT_FILE, CONTRACT_RECORD, RunContract
 from eaglefeed.schema.refs import SampleRef, decode_ref, encode_ref
 from eaglefeed.storage.base import key_of
@@ -40,14 +38,8 @@ def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path, monk
 @pytest.fixture
 def client(shell: Shell, tmp_path: Path) -> Iterator[QueueClient]:
     """The run's server, kept running between commands."""
-    try:
-        find_server_binary()
-    except ConfigError as error:
-        pytest.skip(str(error))
-    with EmbeddedServer(tmp_path / "runs" / "default" / "queue") as server:
-        opened = connect(server.url)
+    with run_server(tmp_path / "runs" / "default") as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

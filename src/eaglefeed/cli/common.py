@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ __all__ = [
     "TargetOption",
     "VocabOption",
     "access_token",
+    "connected",
     "emit",
     "is_with_producers",
     "open_queues",
@@ -116,7 +117,7 @@ def open_queues(
         raise ConfigError("no such run here", subject=str(settings.run_dir), fix=fix)
     with ExitStack() as stack:
         if settings.redis_url:
-            client = _connect(settings, max_wait_s)
+            client = connected(settings, max_wait_s=max_wait_s)
         else:
             server = stack.enter_context(EmbeddedServer(folder))
             client = connect(server.url, max_wait_s=max_wait_s)
@@ -126,9 +127,18 @@ def open_queues(
         yield RunQueues(client, run, prompts, samples)
 
 
-def _connect(settings: Settings, max_wait_s: float) -> QueueClient:
+def connected(
+    settings: Settings, *, max_wait_s: float, connect_by: Callable[..., QueueClient] = connect
+) -> QueueClient:
+    """A client of the server that the settings name, with their password and their authority.
+
+    Args:
+        settings: name an address.
+        max_wait_s: how long a server that is out of reach is waited for.
+        connect_by: `connect`, or `open_client`, which judges nothing.
+    """
     queue = settings.queue
-    return connect(
+    return connect_by(
         settings.redis_url,
         password=queue.password.get_secret_value() if queue.password else None,
         password_file=queue.password_file,

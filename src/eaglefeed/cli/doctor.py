@@ -22,6 +22,7 @@ from eaglefeed.cli.common import (
     StoreOption,
     TargetOption,
     access_token,
+    connected,
     emit,
     read_settings,
 )
@@ -184,7 +185,7 @@ class _Visit:
 def _server(settings: Settings) -> Iterator[tuple[list[Finding], Callable[[], QueueClient] | None]]:
     """How to connect to the run's server; without an address its local one, or one in a folder that goes again."""
     if settings.redis_url:
-        yield [], partial(_client, settings)
+        yield [], partial(connected, settings, max_wait_s=_WAIT_S, connect_by=open_client)
         return
     own = settings.run_dir / "queue"
     temporary = None if own.is_dir() else Path(tempfile.mkdtemp(prefix="eaglefeed-doctor-"))
@@ -210,14 +211,3 @@ def _stop(server: EmbeddedServer) -> None:
         server.close()
     except QueueUnavailable as error:  # the other parts are looked at all the same
         log.warning("server_not_stopped", reason=str(error))
-
-
-def _client(settings: Settings) -> QueueClient:
-    queue = settings.queue
-    return open_client(
-        settings.redis_url,
-        password=queue.password.get_secret_value() if queue.password else None,
-        password_file=queue.password_file,
-        tls_ca_file=queue.tls_ca_file,
-        max_wait_s=_WAIT_S,
-    )

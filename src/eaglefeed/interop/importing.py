@@ -26,8 +26,8 @@ from eaglefeed.interop.folder import FeatureFile, FeatureFolder, too_large
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, QueueItem
 from eaglefeed.queue.renewal import LeaseRenewer
-from eaglefeed.schema.eagle3_compact import encode_compact, validate_ref
-from eaglefeed.schema.refs import FeatureAlgorithm, SampleRef, encode_ref
+from eaglefeed.schema.eagle3_compact import encode_compact
+from eaglefeed.schema.refs import SampleRef, encode_ref
 from eaglefeed.schema.values import validate_eagle3_tensors
 from eaglefeed.storage.base import FeatureStore, shard_key
 from eaglefeed.storage.shard import spec_of
@@ -214,22 +214,14 @@ class Importer:
 
     def _describe(self, sample_id: str, tensors: dict[str, Tensor], token: int) -> SampleRef:
         contract, specs = self._target.contract, {name: spec_of(tensor) for name, tensor in tensors.items()}
-        ref = SampleRef(
+        return contract.ref_of(
             sample_id=sample_id,
             run_id=self._run_id,
             store_uri=self._store.uri,
-            feature_keys=dict.fromkeys(specs, shard_key(sample_id, token)),
-            feature_specs=specs,
-            algorithm=FeatureAlgorithm.EAGLE3,
-            schema_version=contract.schema_version,
+            key=shard_key(sample_id, token),
+            specs=specs,
             num_tokens=tensors["input_ids"].numel(),
-            estimated_bytes=sum(spec.num_bytes for spec in specs.values()),
-            target_model_version=contract.target_fingerprint,
-            draft_weight_version="",
-            contract=contract.id,
         )
-        validate_ref(ref, contract.schema_version)
-        return ref
 
     def _encoded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         contract = self._target.contract

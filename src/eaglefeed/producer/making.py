@@ -9,10 +9,10 @@ from eaglefeed.errors import SchemaError
 from eaglefeed.producer.agreement import RunAgreement
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch
 from eaglefeed.schema.contract import RunContract
-from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, encode_compact, validate_ref
+from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, encode_compact
 from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.prompt import Prompt, decode_prompt
-from eaglefeed.schema.refs import FeatureAlgorithm, SampleRef
+from eaglefeed.schema.refs import SampleRef
 from eaglefeed.schema.values import validate_eagle3_tensors
 from eaglefeed.storage.base import shard_key
 from eaglefeed.storage.shard import spec_of
@@ -66,22 +66,14 @@ class SampleMaker:
 
     def _describe(self, prompt: Prompt, batch: Eagle3TargetBatch, contract: RunContract, token: int) -> SampleRef:
         specs = {name: spec_of(tensor) for name, tensor in batch.tensors().items()}
-        ref = SampleRef(
+        return contract.ref_of(
             sample_id=prompt.sample_id,
             run_id=self._run_id,
             store_uri=self._store_uri,
-            feature_keys=dict.fromkeys(specs, shard_key(prompt.sample_id, token)),
-            feature_specs=specs,
-            algorithm=FeatureAlgorithm.EAGLE3,
-            schema_version=contract.schema_version,
+            key=shard_key(prompt.sample_id, token),
+            specs=specs,
             num_tokens=prompt.num_tokens,
-            estimated_bytes=sum(spec.num_bytes for spec in specs.values()),
-            target_model_version=contract.target_fingerprint,
-            draft_weight_version="",
-            contract=contract.id,
         )
-        validate_ref(ref, contract.schema_version)
-        return ref
 
 
 def _stored(features: dict[str, Tensor], contract: RunContract) -> dict[str, Tensor]:

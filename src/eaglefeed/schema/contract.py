@@ -8,8 +8,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from eaglefeed.errors import ContractMismatch, SchemaError
 from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
-from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, SUPERVISION_ENCODINGS, stored_form
-from eaglefeed.schema.refs import SampleRef, first_fault
+from eaglefeed.schema.eagle3_compact import (
+    EAGLE3_COMPACT_SCHEMA_VERSION,
+    SUPERVISION_ENCODINGS,
+    stored_form,
+    validate_ref,
+)
+from eaglefeed.schema.refs import FeatureAlgorithm, FeatureSpec, SampleRef, first_fault
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,6 +117,46 @@ class RunContract(BaseModel):
             wanted = ", ".join(f"{name}={mine[name]}" for name in differing)
             got = ", ".join(f"{name}={theirs[name]}" for name in differing)
             raise ContractMismatch("differs from the run's contract", subject=who, wanted=wanted, got=got)
+
+    def ref_of(
+        self,
+        *,
+        sample_id: str,
+        run_id: str,
+        store_uri: str,
+        key: str,
+        specs: "Mapping[str, FeatureSpec]",
+        num_tokens: int,
+    ) -> SampleRef:
+        """The ref of a sample that this contract describes, before it is stored.
+
+        Args:
+            sample_id: the sample.
+            run_id: the run.
+            store_uri: where it will lie,
+            key: and under which name there.
+            specs: of its decoded tensors.
+            num_tokens: of its rows.
+
+        Raises:
+            SchemaError: the contract's schema version has no such sample.
+        """
+        ref = SampleRef(
+            sample_id=sample_id,
+            run_id=run_id,
+            store_uri=store_uri,
+            feature_keys=dict.fromkeys(specs, key),
+            feature_specs=dict(specs),
+            algorithm=FeatureAlgorithm.EAGLE3,
+            schema_version=self.schema_version,
+            num_tokens=num_tokens,
+            estimated_bytes=sum(spec.num_bytes for spec in specs.values()),
+            target_model_version=self.target_fingerprint,
+            draft_weight_version="",
+            contract=self.id,
+        )
+        validate_ref(ref, self.schema_version)
+        return ref
 
     def require_sample(self, ref: SampleRef, stored: "Mapping[str, Tensor]") -> None:
         """Check that a sample is what this contract says, as far as a sample shows it; its id alone is a claim.
