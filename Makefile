@@ -12,7 +12,7 @@ LONG ?=
 SCREENSHOT ?=
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-pipeline bench-peers chaos train-long screenshot
+.PHONY: demo test check install install-dev clean mutants test-vllm bench bench-queue bench-storage bench-remote bench-pipeline bench-peers chaos train-long screenshot search
 
 demo: install
 	$(VENV)/bin/eaglefeed demo --json
@@ -21,6 +21,10 @@ test: install-dev
 	scripts/check $(VENV)
 	folder=$$(mktemp -d /tmp/ef.XXXX) && $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --basetemp $$folder \
 	  && rm -r $$folder
+
+# The property tests with other inputs every time; `make test` takes the same ones, so that a change fails by its own fault.
+search: install-dev
+	$(VENV)/bin/python -m pytest --hypothesis-profile default tests/property
 
 # vLLM for real, on the CPU and in an environment of its own (2.5 GB): as an engine, and serving the draft of a demo.
 test-vllm: install-dev .vllm/.installed

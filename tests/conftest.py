@@ -8,6 +8,7 @@ from contextlib import ExitStack
 # torch is imported, here and in every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import structlog
 
@@ -16,6 +17,8 @@ import s3_server
 from eaglefeed import logs
 from eaglefeed.consumer.cleaning import Cleaner
 from eaglefeed.queue.connection import QueueClient
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
 
 
 @pytest.fixture(autouse=True)

@@ -16,14 +16,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 import samples
-from eaglefeed.errors import EaglefeedError, SampleCorrupt
+from eaglefeed.errors import EaglefeedError, SampleCorrupt, SchemaError
 from eaglefeed.schema.refs import DTYPE_BYTES, FeatureSpec
 from eaglefeed.storage import shard
 from eaglefeed.storage.buffers import BufferRing
 from eaglefeed.storage.header import parse_header, ref_of
 from eaglefeed.storage.shard import decode_shard, encode_shard
 
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=12).filter(
+    lambda name: name != "__metadata__"
+)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
@@ -85,6 +87,12 @@ def test_any_tensors_come_back_bit_for_bit_and_other_programs_read_them(
     assert header.data_start % 64 == 0
     assert all(entry.begin % DTYPE_BYTES[entry.spec.dtype] == 0 for entry in header.tensors.values())
     assert ref_of(header, ref.store_uri, "x") == ref
+
+
+def test_a_tensor_called_like_the_header_s_own_entry_is_refused() -> None:
+    features = {"__metadata__": torch.zeros(1)}
+    with pytest.raises(SchemaError, match="wanted another name, got __metadata__"):
+        encode_shard(samples.ref(features), features)
 
 
 NUM_DAMAGES = 10_000

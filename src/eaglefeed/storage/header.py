@@ -65,6 +65,7 @@ _DTYPES = {
     "F64": "float64",
 }
 _STORED_DTYPES = {name: stored for stored, name in _DTYPES.items()}
+_METADATA = "__metadata__"
 _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -109,9 +110,11 @@ def build_header(specs: Mapping[str, FeatureSpec], metadata: Mapping[str, str], 
         digests: xxh3_128 of each tensor in hex, in that order.
 
     Raises:
-        SchemaError: longer than a reader would take.
+        SchemaError: longer than a reader would take, or a tensor called `__metadata__`.
     """
-    entries: dict[str, Any] = {"__metadata__": {**metadata, DIGESTS_METADATA: "".join(digests)}}
+    if _METADATA in specs:
+        raise SchemaError("a tensor has the name of the header's own entry", wanted="another name", got=_METADATA)
+    entries: dict[str, Any] = {_METADATA: {**metadata, DIGESTS_METADATA: "".join(digests)}}
     position = 0
     for name, spec in specs.items():
         end = position + spec.num_bytes
@@ -159,7 +162,7 @@ def parse_header(start: bytes | bytearray, file_bytes: int, name: str) -> ShardH
     data_start = header_bytes(start, file_bytes, name)
     try:
         entries = _strict_json(bytes(start[_LENGTH.size : data_start]).decode())
-        metadata = _texts(entries.pop("__metadata__", {}))
+        metadata = _texts(entries.pop(_METADATA, {}))
         tensors = {_printable(key): _tensor(entry, data_start) for key, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_a_trainer_paused_over_a_restore_of_its_successor_is_refused_and_release
         assert paused.call("lease", 4, visibility_timeout_s=60, consumer="old", session=old) == "StaleLease"
         assert paused.call("renew", held["token"], visibility_timeout_s=60) == "StaleLease"
         assert paused.call("nack", held["token"], ids, reason="late", delay_s=0) == {"ok": [], "stale": ids}
-    assert run.samples.stats() == before
+    assert replace(run.samples.stats(), oldest_ready_s=0) == replace(before, oldest_ready_s=0)
     assert (before.tentative, before.leased, before.released, before.committed_step) == (2, 2, 0, 0)
     assert run.samples.ack(mine.token, ids_of(mine), step=2, session=new).ok == tuple(ids[2:])
     assert run.samples.commit(2, session=new) == 4
