@@ -212,6 +212,8 @@ class ServeSection(_Section):
     """Size of a request's body."""
     max_tokens: Annotated[int, Field(gt=0)] = 65_536
     """Tokens of one request, padding counted, which bounds its answer too."""
+    warm_up_tokens: Annotated[int, Field(gt=0)] = 2048
+    """Tokens of the row that is run before the server is ready, at most what the target and a request may have."""
     session_idle_s: Annotated[float, Field(gt=0)] = 3600.0
     """How long a client's session is kept without a sign of life."""
 
@@ -286,7 +288,7 @@ class TrainSection(_Section):
     producer_grace_s: Annotated[float, Field(gt=0)] = 60.0
     """How long no producer must have lived for that."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long the run's first sample is waited for."""
+    """How long the run's first sample is waited for; remote: a target server that is ready."""
     target_backend: Literal["stream", "colocated", "remote"] = "stream"
     """Where batches come from: the run's queue, a target in this process, or target servers."""
     target_prefetch_depth: Annotated[int, Field(ge=0)] = 1

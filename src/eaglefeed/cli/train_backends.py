@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,7 +31,6 @@ __all__ = ["TargetSource", "target_source"]
 
 T = TypeVar("T")
 
-_START_S = 120.0
 _NAME_FIX = "pass with --target what the servers serve: its tokenizer and chat template are read from there"
 
 log = get_logger(__name__)
@@ -135,16 +135,18 @@ def _remote(settings: Settings) -> "Iterator[_Opened]":
         data_plane=train.remote_data_plane,
     )
     with closing(target):
-        info = ModelInfo(**_started(target.model_info))
+        started = partial(_started, train.start_timeout_s)
+        info = ModelInfo(**started(target.model_info))
         _compare_target(settings, info)
-        yield _Opened(_common_name(settings.target.name, info.target), target, info, _started(target.target_assets))
+        started(target.check_ready)
+        yield _Opened(_common_name(settings.target.name, info.target), target, info, started(target.target_assets))
 
 
-def _started(call: "Callable[[], T]") -> "T":
-    """A server that was started together with the trainer loads its target first."""
+def _started(timeout_s: float, call: "Callable[[], T]") -> "T":
+    """A server that was started together with the trainer loads its target first, and runs its first forward."""
     from eaglefeed.consumer.target_outage import bear_target_outage
 
-    return bear_target_outage(call, outage_s=_START_S, stop=threading.Event())  # a signal interrupts the process here
+    return bear_target_outage(call, outage_s=timeout_s, stop=threading.Event())  # a signal interrupts the process here
 
 
 def _compare_target(settings: Settings, info: "ModelInfo") -> None:

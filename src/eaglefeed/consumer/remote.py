@@ -238,6 +238,15 @@ class RemoteEagle3TargetModel(Eagle3TargetBackend):
         """
         return self._weights(TARGET_ASSETS)
 
+    def check_ready(self) -> None:
+        """Ask whether a server takes requests now: one that is loading, or compiling, would let them grow old.
+
+        Raises:
+            EaglefeedError: see generate_batch.
+        """
+        with self._call() as given_up:
+            self._fleet.call(lambda server, _: server.check_ready(given_up.abort), given_up)
+
     def model_info(self) -> dict[str, Any]:
         """What the servers' target is: the fields of ModelInfo. Asks every server that is well.
 

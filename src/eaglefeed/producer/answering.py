@@ -73,12 +73,12 @@ class RowsAnswer:
             deadline_s=self._deadline_s,
             on_device=plane == "nccl",
         )
-        self._batcher.submit(work)
+        work = self._batcher.submit(work)
         try:
             await self._answer(mailbox, plane, scope, receive, send)
         finally:
             mailbox.close()
-            self._batcher.release(work)
+            self._batcher.release(work, mailbox.put)
 
     async def _answer(
         self, mailbox: "_Mailbox", plane: Backend | None, scope: Scope, receive: Receive, send: Send

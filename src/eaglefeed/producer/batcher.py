@@ -12,12 +12,13 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import EaglefeedError, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.engine import Captured, Eagle3Target
-from eaglefeed.producer.work import BatcherStats, TokenRows, Work
+from eaglefeed.producer.work import BatcherStats, Deliver, TokenRows, Work
 from eaglefeed.schema.batch import Eagle3TargetBatch
 
 __all__ = ["Batcher"]
 
 _WAIT_S = 1.0
+_LEAST_TOKENS = 2
 log = get_logger(__name__)
 
 
@@ -51,13 +52,16 @@ class Batcher:
         self.failure: EaglefeedError | None = None
         """Why `run` has ended by itself: every forward fails."""
 
-    def warm_up(self) -> None:
-        """Run a first small forward, which may compile.
+    def warm_up(self, num_tokens: int = _LEAST_TOKENS) -> None:
+        """Run a forward of one row, which may compile.
+
+        Args:
+            num_tokens: of the row; at the start as many as rows are to have, so that a lack of memory shows then.
 
         Raises:
-            EaglefeedError: it failed; every other one would.
+            EaglefeedError: it failed; others would.
         """
-        ids = torch.arange(2)[None] % self._target.vocab_size
+        ids = torch.arange(num_tokens)[None] % 2
         rows = TokenRows(ids, torch.ones_like(ids), torch.ones_like(ids))
         try:
             self._target.supervise(self._target.capture(*rows), None)
@@ -70,22 +74,44 @@ class Batcher:
         """Whether it is warm, and takes requests."""
         return self._warm and not self._closed
 
-    def submit(self, work: Work) -> None:
-        """Have a request wait for its forward; `release` must follow, whatever becomes of it.
+    def submit(self, work: Work) -> Work:
+        """Have a request wait for its forward; `release` of what comes back must follow, whatever becomes of it.
+
+        Returns:
+            The work, or that of the same request from before, which has its place, or its forward, and now delivers
+            here: a client that asks again does not have its rows run twice.
 
         Raises:
             TargetUnavailable: no room to wait, or the server ends.
         """
         with self._changed:
-            if self._closed or len(self._waiting) >= self._max_waiting:
-                self._count(refused=1)
-                raise _busy(work.request, "the server ends" if self._closed else "too many requests wait")
-            self._waiting[work] = None
-            self._changed.notify_all()
+            before = next((each for each in (*self._in_flight, *self._waiting) if work.is_again(each)), None)
+            if before is None:
+                self._admit(work)
+                return work
+            earlier, is_waited_for = before.deliver, not before.released
+            before.deliver, before.deadline_s, before.released = work.deliver, work.deadline_s, False
+        if is_waited_for:
+            earlier(_busy(work.request, "it was asked again"))
+        return before
 
-    def release(self, work: Work) -> None:
-        """Nobody waits for this request any more: its answer is sent, or given up."""
+    def _admit(self, work: Work) -> None:
+        if self._closed or len(self._waiting) >= self._max_waiting:
+            self._count(refused=1)
+            raise _busy(work.request, "the server ends" if self._closed else "too many requests wait")
+        self._waiting[work] = None
+        self._changed.notify_all()
+
+    def release(self, work: Work, deliver: Deliver | None = None) -> None:
+        """Nobody waits for this request any more: its answer is sent, or given up.
+
+        Args:
+            work: the request.
+            deliver: of whoever does not wait; where the same request came again meanwhile, it delivers to another.
+        """
         with self._changed:
+            if deliver is not None and work.deliver != deliver:
+                return
             work.released = True
             if work in self._waiting:
                 del self._waiting[work]
@@ -236,7 +262,8 @@ class Batcher:
             if work.released:
                 self._in_flight.discard(work)
                 return
-        work.deliver(batch)
+            deliver = work.deliver
+        deliver(batch)
 
     def _fail(self, work: Work, error: EaglefeedError) -> None:
         log.warning("request_failed", request=work.request, reason=str(error))
@@ -248,11 +275,11 @@ class Batcher:
 
     def _drop(self, work: Work) -> None:
         """It was given up, or is late."""
-        if work.released:
-            self._end(work, cancelled=1)
-            return
-        self._end(work, timed_out=1)
-        work.deliver(_busy(work.request, "its time was over before its turn came"))
+        with self._changed:
+            is_given_up = work.released
+            self._end(work, **{"cancelled" if is_given_up else "timed_out": 1})
+        if not is_given_up:
+            work.deliver(_busy(work.request, "its time was over before its turn came"))
 
     def _end(self, work: Work, **counted: int) -> None:
         """Take note that the target has done with it, and that it has no answer to keep."""

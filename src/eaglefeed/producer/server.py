@@ -48,6 +48,7 @@ class TargetServer:
         max_waiting: requests that wait for a forward.
         max_request_bytes: of one request's body.
         max_tokens: B x S of one request, which bounds its answer.
+        warm_up_tokens: of the row that it runs before it is ready; no more than the target and a request may have.
         session_idle_s: how long a client's vocabulary map is kept without a sign of it.
         clock: measures deadlines.
     """
@@ -66,6 +67,7 @@ class TargetServer:
         max_waiting: int = 256,
         max_request_bytes: int = 64 * 2**20,
         max_tokens: int = 65_536,
+        warm_up_tokens: int = 2048,
         session_idle_s: float = 3600.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -74,6 +76,7 @@ class TargetServer:
         self._nccl_port = nccl_port if nccl_port is not None else port and port + _NCCL_PORT_OFFSET
         self._max_request_bytes, self._session_idle_s = max_request_bytes, session_idle_s
         self._max_tokens = max_tokens
+        self._warm_up_tokens = min(warm_up_tokens, max_tokens, info.max_positions or max_tokens)
         self._batcher = Batcher(
             target, batch_tokens=batch_tokens, max_in_flight=max_in_flight, max_waiting=max_waiting, clock=clock
         )
@@ -180,7 +183,7 @@ class TargetServer:
 
     def _run(self) -> None:
         try:
-            self._batcher.warm_up()
+            self._batcher.warm_up(self._warm_up_tokens)
         except EaglefeedError as error:
             self._failure = error
             self._batcher.stop()

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from eaglefeed.errors import EaglefeedError
 from eaglefeed.producer.engine import Selected
 from eaglefeed.schema.batch import Eagle3TargetBatch
 
-__all__ = ["BatcherStats", "TokenRows", "Work"]
+__all__ = ["BatcherStats", "Deliver", "TokenRows", "Work"]
+
+Deliver = Callable[[Eagle3TargetBatch | EaglefeedError], None]
 
 
 class TokenRows(NamedTuple):
@@ -43,7 +46,7 @@ class Work:
 
     request: str
     rows: TokenRows
-    deliver: Callable[[Eagle3TargetBatch | EaglefeedError], None]
+    deliver: Deliver
     selected: Selected | None = None
     exact: bool = False
     deadline_s: float
@@ -57,6 +60,13 @@ class Work:
     def is_alone(self) -> bool:
         """Whether it shares no forward: packed rows are full already."""
         return self.exact or self.rows.position_ids is not None
+
+    def is_again(self, other: "Work") -> bool:
+        """Whether this is the request `other`, made once more by a client that did not wait for its first answer."""
+        if not self.request or self.request != other.request or self.computed or other.computed:
+            return False
+        is_asked_alike = (self.exact, self.on_device) == (other.exact, other.on_device)
+        return is_asked_alike and self.selected is other.selected and all(map(_equal, self.rows, other.rows))
 
 
 @dataclass(frozen=True)
@@ -86,3 +96,7 @@ class BatcherStats:
     refused: int = 0
     timed_out: int = 0
     cancelled: int = 0
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
