@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -47,7 +47,7 @@ def target() -> CodedTarget:
 
 
 @pytest.fixture
-def sent_over_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def sent_over_pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each transfer over a pair group had."""
     seen: list[int] = []
     send: Callable[..., None] = PairGroup.send
@@ -57,7 +57,7 @@ def sent_over_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         seen.append(len(tensors))
 
     monkeypatch.setattr(PairGroup, "send", noted)
-    yield seen
+    return seen
 
 
 def ask_all(model: RemoteEagle3TargetModel, client: int) -> int:

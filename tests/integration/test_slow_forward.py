@@ -1,7 +1,7 @@
 """A target server whose forward takes longer than its clients wait: it runs each request once."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ ONCE = [5, 6, 7]
 
 
 @pytest.fixture
-def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Work]]:
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """Every request that reached a batcher, each time that it did."""
     seen: list[Work] = []
     submit: Callable[[Batcher, Work], Work] = Batcher.submit
@@ -34,7 +34,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Work]]:
         return submit(self, work)
 
     monkeypatch.setattr(Batcher, "submit", noted)
-    yield seen
+    return seen
 
 
 def runs_of(target: CodedTarget, *ids: int) -> int:

@@ -1,9 +1,12 @@
 """One prefix of an S3 bucket, through obstore: whole uploads, ranged reads, its errors translated into ours.
 
 obstore retries by itself what may heal (5xx, SlowDown, lost connections, bodies cut short, timeouts) and takes
-credentials, endpoint and client options from the AWS_* variables or the instance's metadata.
+credentials, endpoint and client options from the AWS_* variables or the instance's metadata. It also asks HTTP_PROXY
+and its like, as every client of S3 does: for a server outside, not for one of this machine or network.
 """
 
+import ipaddress
+import os
 import re
 import secrets
 from collections import deque
@@ -13,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, cast
+from urllib.parse import urlsplit
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
@@ -31,6 +35,8 @@ PART_BYTES = 8 * 2**20
 NUM_PARALLEL = 8
 """Parts under way at a time, and so with PART_BYTES the memory that an upload or the reads of a store take."""
 
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+_NEAR = re.compile(r"[^.]+|.*\.(localhost|local|localdomain|internal|lan|svc)")
 _NUM_TRIES = 3
 _LIST_PAGE = 1000
 _WRITER = "eaglefeed-writer"
@@ -67,6 +73,24 @@ _FAILED_FIX = "check that the endpoint is reachable and not overloaded"
 _log = get_logger(__name__)
 
 
+def _past_proxies() -> dict[str, str]:
+    """What has obstore ask no proxy for a server that is near, unless the user names one for S3 itself."""
+    variables = os.environ  # noqa: TID251 - obstore's own, which it reads itself and tells nobody
+    found = next((value for name in _ENDPOINTS if (value := variables.get(name))), "")
+    host = urlsplit(found).hostname or ""
+    if "AWS_PROXY_URL" in variables or not _is_near(host):
+        return {}
+    return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": host}  # one that is never asked
+
+
+def _is_near(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return _NEAR.fullmatch(host) is not None
+    return address.is_private or address.is_loopback or address.is_link_local
+
+
 class Bucket:
     """The objects below one prefix; keys are relative to it.
 
@@ -87,7 +111,8 @@ class Bucket:
     ) -> None:
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         # The timeout as a config key: client_options would replace AWS_ALLOW_HTTP and the like as a whole.
-        config = cast("S3Config", {"timeout": f"{round(request_timeout_s * 1000)}ms", "disable_bulk_delete": True})
+        timeout = f"{round(request_timeout_s * 1000)}ms"
+        config = cast("S3Config", {"timeout": timeout, "disable_bulk_delete": True, **_past_proxies()})
         with self._translated("", self.uri, "cannot be opened"):
             self._store = S3Store(
                 bucket,
