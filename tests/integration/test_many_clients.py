@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -50,7 +49,7 @@ def target() -> CodedTarget:
 def sent_over_pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each transfer over a pair group had."""
     seen: list[int] = []
-    send: Callable[..., None] = PairGroup.send
+    send = PairGroup.send
 
     def noted(self: PairGroup, tensors: Any, **options: Any) -> None:
         send(self, tensors, **options)

@@ -1,7 +1,6 @@
 """A target server whose forward takes longer than its clients wait: it runs each request once."""
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ ONCE = [5, 6, 7]
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[Work]:
     """Every request that reached a batcher, each time that it did."""
     seen: list[Work] = []
-    submit: Callable[[Batcher, Work], Work] = Batcher.submit
+    submit = Batcher.submit
 
     def noted(self: Batcher, work: Work) -> Work:
         seen.append(work)

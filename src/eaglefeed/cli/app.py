@@ -1,8 +1,11 @@
 """The app: its commands, its exit codes, and `section.field=value` on every command line."""
 
+import os
 import re
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -114,6 +117,7 @@ def exit_code(error: EaglefeedError) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code; an error that a user can cause is one line on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _mend_streams()
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     try:
         app(args=[word for word in words if word not in overrides], prog_name="eaglefeed", obj=overrides)
@@ -123,3 +127,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:  # such as a full disk under a temporary file
         sys.stderr.write(f"eaglefeed: {error}\n")
         sys.exit(1)
+
+
+def _mend_streams() -> None:
+    """A stream that is closed, or cannot say a letter of a file's name, must not make a failure of work that is done."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -71,7 +71,7 @@ def examine_store(uri: str, need: Need, *, clock: Clock = SYSTEM_CLOCK) -> Itera
     elif scheme == "shm" and _SHM_NAME.fullmatch(rest):
         yield from _examine_folder(SHM / "eaglefeed" / rest, need, clock)
     elif rest.startswith("/") if scheme == "file" else uri and not _LIKE_A_SCHEME.match(uri):
-        yield from _examine_folder(Path(rest or uri).expanduser().absolute(), need, clock)
+        yield from _examine_folder(Path(os.path.expanduser(rest or uri)).absolute(), need, clock)  # noqa: PTH111 - no error
     else:
         yield from look("store.address", partial(_address, uri))
     yield from look("store.shm", _shm)

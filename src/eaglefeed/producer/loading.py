@@ -16,9 +16,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eaglefeed.errors import InputError, TargetUnavailable
+from eaglefeed.errors import ConfigError, InputError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.parts import gathered
+from eaglefeed.storage.files import at_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +118,7 @@ def resolve_target(name: str, cache_dir: Path | None = None) -> str:
     gguf = _gguf_of(name)
     if gguf is not None:
         return str(_converted(gguf, cache_dir))
-    path = Path(name).expanduser()
+    path = at_home(name)
     if path.is_dir():
         return str(path)
     if _LOOKS_LIKE_PATH.fullmatch(name):
@@ -236,7 +237,7 @@ def _gguf_of(name: str) -> Path | None:
     """The file that a name stands for, if it is a GGUF."""
     if name == DEFAULT_TARGET and not Path(name).exists():
         return _packaged_gguf()
-    path = Path(name).expanduser()
+    path = at_home(name)
     return path if path.suffix == ".gguf" and path.is_file() else None
 
 
@@ -245,7 +246,7 @@ def _home_of(gguf: Path, cache_dir: Path | None) -> Path:
     import transformers
 
     key = f"{gguf.stem}-{gguf.stat().st_size}-transformers-{transformers.__version__}"
-    cache = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    cache = at_home(cache_dir or DEFAULT_CACHE_DIR)
     return cache / "targets" / re.sub(r"[^A-Za-z0-9._-]", "_", key)
 
 
@@ -253,14 +254,24 @@ def _converted(gguf: Path, cache_dir: Path | None) -> Path:
     folder = _home_of(gguf, cache_dir)
     if not (folder / "config.json").is_file():
         _log.info("target_is_converted_once", source=gguf.name, into=str(folder), takes="some 20 seconds")
+        partial = _partial(folder)
         with translated(str(gguf)):
-            _convert(gguf, folder)
+            _convert(gguf, folder, partial)
     return folder
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+def _partial(folder: Path) -> Path:
+    """A folder beside it, to be renamed to it."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as error:
+        fix = "set target.cache_dir to a folder that this user can write to"
+        what, got = "the target's weights cannot be kept there", error.strerror
+        raise ConfigError(what, subject=str(folder.parent), got=got, fix=fix) from None
+
+
+def _convert(gguf: Path, folder: Path, partial: Path) -> None:
     try:
         _save_converted(gguf, partial)
         _open_modes(partial)

@@ -2,9 +2,10 @@
 
 import ctypes
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eaglefeed.errors import SampleCorrupt
+from eaglefeed.errors import ConfigError, SampleCorrupt
 from eaglefeed.storage.header import HEADER_READ_BYTES, ShardHeader, header_bytes, parse_header
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from eaglefeed.storage.base import Durability
     from eaglefeed.storage.shard import TensorReader, TensorWriter
 
-__all__ = ["IN_MEMORY", "file_system", "read_header", "read_tensors", "sync", "write_at", "write_tensors"]
+__all__ = ["IN_MEMORY", "at_home", "file_system", "read_header", "read_tensors", "sync", "write_at", "write_tensors"]
 
 # File systems by statfs' f_type (linux/magic.h).
 IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
@@ -23,6 +24,19 @@ _PREALLOCATING = {0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs"}
 _LIBC = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = 2
 _READ_BYTES = 2**20
+
+
+def at_home(path: str | Path) -> Path:
+    """The path, a ~ at its beginning filled in.
+
+    Raises:
+        ConfigError: there is no such user, or this one has no home, as in a container under a number of its own.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        fix = "write the path in full, or set the variable HOME; the default target's place is target.cache_dir"
+        raise ConfigError("there is no such home folder", subject=str(path), fix=fix) from None
 
 
 def file_system(fd: int) -> int:

@@ -65,7 +65,7 @@ class SharedDirStore(FeatureStore):
         verify: Verify = "always",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self.root = Path(root).expanduser().absolute()
+        self.root = files.at_home(root).absolute()
         self.uri = f"file://{self.root}"
         self._durability, self._verify, self._clock = durability, verify, clock
         self._folder = RootFolder(self.root, durability)
