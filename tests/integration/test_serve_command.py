@@ -107,17 +107,22 @@ def test_the_help_shows_the_layers_as_they_are_typed(capsys: pytest.CaptureFixtu
     assert "--aux-layer-ids A B C" in " ".join(ended.out.split())
 
 
+@pytest.mark.parametrize("option", ["--port", "--nccl-port"])
 @pytest.mark.parametrize("way", PROGRAMS)
-def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str], way: str):
+def test_a_port_in_use_is_found_before_the_target_is_loaded(capsys: pytest.CaptureFixture[str], way: str, option: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = ["--target", "./nowhere", "--port", str(taken.getsockname()[1])]
+        port = str(taken.getsockname()[1])
+        words = ["--target", "./nowhere", "--port", "0", option, port]
         if way == "command":
-            err = Shell(capsys).run("serve-target", *words).err
+            ended = Shell(capsys).run("serve-target", *words)
+            code, err = ended.code, ended.err
         else:
-            with pytest.raises(SystemExit):
+            with pytest.raises(SystemExit) as exited:
                 eaglefeed.producer.server.main(words)
-            err = capsys.readouterr().err
-    assert "cannot listen" in err
+            code, err = exited.value.code, capsys.readouterr().err
+    assert code == 2
+    assert f"127.0.0.1 port {port}: cannot listen" in err
+    assert "0 takes a free one" in err
     assert "nowhere" not in err
 
 

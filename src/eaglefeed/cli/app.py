@@ -130,10 +130,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _mend_streams() -> None:
-    """A stream that is closed, or cannot say a letter of a file's name, must not make a failure of work that is done."""
+    """A stream that is closed, or lacks a letter of a file's name, must not make a failure of work that is done."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for the whole process
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -66,7 +66,7 @@ def serve_target(
     from eaglefeed.producer.server import TargetServer, check_server, ready_report, stats_line
 
     serve, token = settings.serve, access_token(settings)
-    check_server(serve.host, token, serve.port)
+    check_server(serve.host, token, serve.port, serve.nccl_port)
     stop = threading.Event()
 
     def say_ready() -> None:

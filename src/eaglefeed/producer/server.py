@@ -73,7 +73,7 @@ class TargetServer:
     ) -> None:
         self._target, self._info, self._clock = target, info, clock
         self._host, self._port, self._token = host, port, token
-        self._nccl_port = nccl_port if nccl_port is not None else port and port + _NCCL_PORT_OFFSET
+        self._nccl_port = _nccl_port(port, nccl_port)
         self._max_request_bytes, self._session_idle_s = max_request_bytes, session_idle_s
         self._max_tokens = max_tokens
         self._warm_up_tokens = min(warm_up_tokens, max_tokens, info.max_positions or max_tokens)
@@ -192,20 +192,26 @@ class TargetServer:
         self._failure = self._failure or self._batcher.failure
 
 
-def check_server(host: str, token: str, port: int = 0) -> None:
+def check_server(host: str, token: str, port: int = 0, nccl_port: int | None = None) -> None:
     """Check what can be checked before a target is loaded.
 
     Raises:
-        ConfigError: a package is missing, it would listen beyond this machine without a token, or the port is in use.
+        ConfigError: a package is missing, it would listen beyond this machine without a token, or a port is in use.
     """
     try:
         from eaglefeed.producer import serving_app  # noqa: F401 - whether all that it needs is there
+        from eaglefeed.storage.pair_store import MeetingPlace
         from eaglefeed.storage.serving import listen
     except ModuleNotFoundError as error:
         fix = "pip install 'eaglefeed[serve]'"
         raise ConfigError("a package is missing", subject="a target server", wanted=error.name, fix=fix) from None
     check_listen(host, token)
-    listen(host, port).close()
+    with listen(host, port):
+        MeetingPlace(host, _nccl_port(port, nccl_port)).close()
+
+
+def _nccl_port(port: int, nccl_port: int | None) -> int:
+    return nccl_port if nccl_port is not None else port and port + _NCCL_PORT_OFFSET
 
 
 def ready_report(server: TargetServer) -> tuple[dict[str, object], str]:
@@ -243,7 +249,7 @@ def _exit_code(error: EaglefeedError) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     token = read_token(options.token_file) if options.token_file else ""
-    check_server(options.host, token, options.port)
+    check_server(options.host, token, options.port, options.nccl_port)
     stop = threading.Event()
     with stop_on_signals(stop.set):
         target = open_target(

@@ -97,7 +97,8 @@ class OwnServer:
             raise ConfigError("no place for captures", subject=str(parent), got=error.strerror, fix=fix) from None
         self.captures = self._folder / "captures"
         self.captures.mkdir()
-        self._port = _free_port()
+        self._reserved = _reserved()
+        self._port: int = self._reserved.getsockname()[1]
         self.url, self.key = f"http://127.0.0.1:{self._port}", secrets.token_hex(16)
         self._client = ControlClient(self.url)
         self._lock = threading.Lock()
@@ -129,6 +130,7 @@ class OwnServer:
         with self._lock:
             self._end()
         self._client.close()
+        self._reserved.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -153,7 +155,7 @@ class OwnServer:
 
     def _wait_until_ready(self) -> None:
         end = self._clock.monotonic() + self._start_timeout_s
-        while not self._answers(_ASK_S):
+        while not (self._answers(_ASK_S) and self._is_alive()):  # who answers for a dead engine is somebody else
             if not self._is_alive():
                 raise self._failed("the engine ended at its start")
             if self._clock.monotonic() > end:
@@ -197,7 +199,13 @@ class OwnServer:
         return TargetUnavailable(what, subject="vllm", got=said, fix="see what it says")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _reserved() -> socket.socket:
+    """A socket that has a free port and does not listen there: an engine may, and nobody is given it meanwhile.
+
+    The engine and each that follows it set one of the two options, as every server does that is to start again at once.
+    """
+    reserved = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
