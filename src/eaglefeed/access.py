@@ -1,11 +1,12 @@
 """The token of everything that listens."""
 
 import ipaddress
+import socket
 from pathlib import Path
 
 from eaglefeed.errors import ConfigError
 
-__all__ = ["bearer", "check_listen", "read_token"]
+__all__ = ["bearer", "check_listen", "is_loopback", "loopback_of", "read_token"]
 
 _MIN_TOKEN = 16
 _LOCAL_NAMES = {"localhost", "ip6-localhost"}
@@ -49,13 +50,26 @@ def check_listen(host: str, token: str) -> None:
     """
     if token:
         bearer(token)
-    elif not _is_loopback(host):
+    elif not is_loopback(host):
         fix = "set access.token_file, or listen on 127.0.0.1"
         raise ConfigError("would listen beyond this machine without a token", subject=host, fix=fix)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether it says by itself that it is this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in _LOCAL_NAMES
+
+
+def loopback_of(name: str) -> str:
+    """The loopback address that a machine's name stands for here; "" where it stands for another one, or for none.
+
+    Debian's /etc/hosts says 127.0.1.1, clones of one machine and some containers 127.0.0.1.
+    """
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return ""
+    return found[0] if all(is_loopback(address) for address in found) else ""

@@ -62,11 +62,15 @@ _RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class LaunchedRank(NamedTuple):
-    """This process's place in a job: among all its processes, how many they are, and among those of this machine."""
+    """This process's place in a job: among all its processes, how many they are, and among those of this machine.
+
+    `is_named` where others run on other machines, and are told to find this one by its name: no interface is set.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    is_named: bool = False
 
 
 class Settings(BaseSettings):
@@ -112,11 +116,15 @@ def launched_rank() -> LaunchedRank:
     given = {name: os.environ[name] for name in _RANK_NAMES if name in os.environ}
     if "WORLD_SIZE" not in given:
         return LaunchedRank()
-    found = LaunchedRank(*(int(text) if text.isdecimal() else -1 for text in (given.get(n, "0") for n in _RANK_NAMES)))
+    numbers = [int(text) if text.isdecimal() else -1 for text in (given.get(name, "0") for name in _RANK_NAMES)]
+    rank, world_size, local_rank = numbers
+    found = LaunchedRank(rank, world_size, local_rank)
     if "RANK" not in given or not (0 <= found.rank < found.world_size and found.local_rank >= 0):
         fix = "start all ranks with torchrun, or unset these variables"
         raise ConfigError("no place in a job", wanted="0 <= RANK < WORLD_SIZE, LOCAL_RANK", got=given, fix=fix)
-    return found
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    is_spread = local_size.isdecimal() and int(local_size) < found.world_size
+    return found._replace(is_named=is_spread and not os.environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def load_settings(config: Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Settings:

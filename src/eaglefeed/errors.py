@@ -290,9 +290,16 @@ class RankGone(EaglefeedError):
     )
 
     def __init__(
-        self, doing: str, *, rank: int | None, missing: Sequence[int], timeout_s: float, reason: str = ""
+        self,
+        doing: str,
+        *,
+        rank: int | None,
+        missing: Sequence[int],
+        timeout_s: float,
+        reason: str = "",
+        fix: str = "",
     ) -> None:
         self.missing = tuple(missing)
         who = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
         what, subject = f"{who} did not come to {doing}", "" if rank is None else f"rank {rank}"
-        super().__init__(what, subject=subject, wanted=f"within {timeout_s:g} s", got=reason or None)
+        super().__init__(what, subject=subject, wanted=f"within {timeout_s:g} s", got=reason or None, fix=fix)

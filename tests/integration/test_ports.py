@@ -1,4 +1,4 @@
-"""Ports: those that are chosen by themselves are never the same, and one is free again as soon as its holder is dead."""
+"""Ports: those that are chosen by themselves are never the same; one is free again once its holder is dead."""
 
 import signal
 import socket

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from eaglefeed.access import check_listen
+from eaglefeed.access import check_listen, is_loopback
 from eaglefeed.cli.common import access_token, is_with_producers
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
@@ -133,6 +133,9 @@ def _server(settings: Settings) -> Iterator[Said]:
     if settings.store_uri.startswith("shm://"):
         fix = "use file:///folder that all machines mount, s3:// or nccl://"
         yield warn("the queue is on another machine, and shm:// is seen by this one alone", fix)
+    if is_with_producers(settings) and is_loopback(urlsplit(settings.store_uri).hostname or ""):
+        fix = "pass --store nccl://ADDRESS:PORT with an address that all trainers reach"
+        yield warn("the queue is on another machine, and trainers there would look for samples on their own", fix)
 
 
 def _is_local(host: str) -> bool:

@@ -1,10 +1,12 @@
 """`eaglefeed train`: the reference trainer, on a run's samples or straight on a target."""
 
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from eaglefeed.access import loopback_of
 from eaglefeed.cli.common import (
     ConfigOption,
     JsonOption,
@@ -67,7 +69,7 @@ def check_usage(settings: Settings, conversations: Path | None, launched: Launch
     """Check that conversations are given where there is no queue, and only there, and to one process.
 
     Raises:
-        ConfigError: says what to pass.
+        ConfigError: says what to pass; or ranks on other machines would not find this one.
     """
     backend = settings.train.target_backend
     if backend == "stream" and conversations is not None:
@@ -81,9 +83,19 @@ def check_usage(settings: Settings, conversations: Path | None, launched: Launch
         what, fix = "only a stream is shared by the ranks of a job", "start it without torchrun, or feed and produce"
         wanted, got = "a job of 1 rank", f"rank {launched.rank} of {launched.world_size}"
         raise ConfigError(what, subject=f"train.target_backend={backend}", wanted=wanted, got=got, fix=fix)
+    if launched.is_named:
+        _check_name()
     if backend == "remote" and not settings.train.remote_urls:
         fix = "pass --remote-urls http://HOST:PORT, where `eaglefeed serve-target` listens"
         raise ConfigError("no address of a target server", subject="train.remote_urls", fix=fix)
+
+
+def _check_name() -> None:
+    """Check that the ranks of other machines, which gloo sends to what this one's name stands for, would find it."""
+    if address := loopback_of(name := socket.gethostname()):
+        what, wanted = "ranks on other machines would look for this one on their own", "an address that they reach"
+        fix = "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them, or mend /etc/hosts"
+        raise ConfigError(what, subject=name, wanted=wanted, got=address, fix=fix)
 
 
 def train(

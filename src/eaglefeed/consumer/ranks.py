@@ -5,7 +5,9 @@ calls of one group must come in the same order on every rank. No object is pickl
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,7 +25,11 @@ __all__ = ["Ranks"]
 _POLL = timedelta(seconds=0.5)
 _CUDA_POLL_S = 0.0002
 _BUCKET_BYTES = 2**25
-_SPARE_S, _WATCHDOG_S = 1.0, 60.0
+_SPARE_S, _WATCHDOG_S, _LATE_S = 1.0, 60.0, 10.0
+_START_FIX = (
+    "see that every rank was started, that MASTER_ADDR and MASTER_PORT are rank 0's, free there and reached from here, "
+    "and that GLOO_SOCKET_IFNAME names the interface between machines"
+)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _jobs = itertools.count()
 
@@ -115,7 +121,7 @@ class _JobRanks(Ranks):
         self._is_ours = not dist.is_initialized()
         try:
             if self._is_ours:
-                dist.init_process_group(backend, timeout=tensor_timeout)
+                _in_time(lambda: dist.init_process_group(backend, timeout=tensor_timeout), timeout_s + _LATE_S)
             super().__init__(dist.get_rank(), dist.get_world_size())
             store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
             self._roll = RollCall(store, f"eaglefeed-{next(_jobs)}", self.rank, self.world_size)
@@ -125,7 +131,10 @@ class _JobRanks(Ranks):
             fix = "start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             raise ConfigError("no job to join", got=str(error)[:300], fix=fix) from None
         except RuntimeError as error:
-            raise RankGone("the start", rank=None, missing=(), timeout_s=timeout_s, reason=_reason(error)) from None
+            reason = _reason(error)
+            raise RankGone(
+                "the start", rank=None, missing=(), timeout_s=timeout_s, reason=reason, fix=_START_FIX
+            ) from None
         self._roll.start()
         self.tell()
 
@@ -235,6 +244,28 @@ class _JobRanks(Ranks):
         found = torch.tensor(sizes, dtype=torch.int64)
         dist.broadcast(found, 0, group=self._messages)
         return [int(size) for size in found]
+
+
+def _in_time(join: Callable[[], None], timeout_s: float) -> None:
+    """Join in a thread of its own: torch waits without end where something else listens at the job's address.
+
+    Raises:
+        RuntimeError: it is late; the thread ends with the process.
+    """
+    joined: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            join()
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+
+    threading.Thread(target=run, name="rank-join", daemon=True).start()
+    if not wait([joined], timeout_s).done:
+        raise RuntimeError("what listens at MASTER_ADDR and MASTER_PORT does not answer as a job does")
+    joined.result()
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

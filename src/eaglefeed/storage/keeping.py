@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from eaglefeed.access import check_listen
+from eaglefeed.access import check_listen, is_loopback, loopback_of
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import ConfigError, SampleMissing, StorageError
+from eaglefeed.logs import get_logger
 from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage.base import StoredShard, StoreHealth, Verify, check_document_name, key_of
 from eaglefeed.storage.kept import KeptSamples, own_tensors
@@ -29,6 +30,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 _WILDCARDS = {"0.0.0.0", "::"}  # noqa: S104  compared
 _ROOM_S, _STOP_S = 30.0, 1.0
 _PAIR_PORTS, _MAX_PORT = 100, 65535
+_log = get_logger(__name__)
 
 
 class KeepingStore(PeerStore):
@@ -68,6 +70,8 @@ class KeepingStore(PeerStore):
         """Begin to serve; returns what refs say behind the scheme."""
         nonce, options, bare = secrets.token_hex(8), self._options, host.strip("[]")
         check_listen(bare, options.token)
+        name = socket.gethostname() if bare in _WILDCARDS else host
+        _check_name(name.strip("[]"), bare)
         device = torch.device(options.device)
         self._pairs = PairHost(bare, _pair_port(port), _backends(options), device=device, clock=clock)
         app = PeerApp(nonce, self._samples, self._files, self._pairs, device)
@@ -77,7 +81,7 @@ class KeepingStore(PeerStore):
         except BaseException:
             self._pairs.close()
             raise
-        return f"{socket.gethostname() if bare in _WILDCARDS else host}:{self._server.port}/{nonce}"
+        return f"{name}:{self._server.port}/{nonce}"
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         """See FeatureStore.put: keeps the tensors themselves, to which nobody may write any more; waits for room."""
@@ -155,6 +159,19 @@ class KeepingStore(PeerStore):
         super().close()
         self._server.stop(_STOP_S)
         self._pairs.close()
+
+
+def _check_name(name: str, host: str) -> None:
+    """Check that trainers of other machines, to whom refs carry the name, would not look for it on their own."""
+    address = name if is_loopback(name) else loopback_of(name)
+    if not address or is_loopback(host):  # it was said to be for this machine alone
+        return
+    fix = "name the address that trainers reach, nccl://ADDRESS:PORT, or mend this machine's name in /etc/hosts"
+    if host in _WILDCARDS and address != name:  # it does listen there, and others may know the name better
+        _log.warning("refs_name_a_loopback_address", name=name, address=address, fix=fix)
+        return
+    wanted = "an address of this machine that others reach"
+    raise ConfigError("trainers elsewhere would not find it", subject=name, wanted=wanted, got=address, fix=fix)
 
 
 def _backends(options: PeerOptions) -> tuple[Backend, ...]:

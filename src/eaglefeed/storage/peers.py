@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from eaglefeed.access import is_loopback
 from eaglefeed.clock import Clock
 from eaglefeed.errors import (
     ConfigError,
@@ -43,6 +45,10 @@ _GONE_S, _MAX_GONE_S = 5.0, 60.0
 _WAITS = 3
 """How many times as long as it took to find out that a producer is gone it is not asked again."""
 _MAX_PEERS = 256
+_ELSEWHERE = (
+    "its ref names this machine alone: a producer of another machine is to name an address that trainers reach, "
+    "eaglefeed produce --store nccl://ADDRESS:PORT"
+)
 _MAX_DOCUMENT_BYTES, _MAX_ASSETS_BYTES = 2**20, 2**40
 
 
@@ -202,6 +208,10 @@ def _read(answer: Answer, ref: SampleRef, ring: BufferRing | None, verify: Verif
         raise
 
 
+def _again(error: PeerGone, fix: str) -> PeerGone:
+    return PeerGone(error.what, subject=error.subject, wanted=error.wanted, got=error.got, fix=fix)
+
+
 class _Gone(NamedTuple):
     until_s: float
     error: PeerGone
@@ -232,8 +242,9 @@ class Peers:
         try:
             return question(peer)
         except PeerGone as error:
-            self._drop(uri, error, self._clock.monotonic() - started_s)
-            raise
+            told = _again(error, _ELSEWHERE) if is_loopback(urlsplit(uri).hostname or "") else error
+            self._drop(uri, told, self._clock.monotonic() - started_s)
+            raise told from None
 
     def close(self) -> None:
         """Hang up."""
@@ -249,7 +260,7 @@ class Peers:
             if uri in self._gone:
                 if now_s < self._gone[uri].until_s:
                     known = self._gone[uri].error
-                    raise PeerGone(known.what, subject=known.subject, wanted=known.wanted, got=known.got)
+                    raise _again(known, known.fix)
                 del self._gone[uri]
             if uri not in self._peers:
                 self._peers[uri] = Peer(uri, self._options)
