@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from compose_local import COMPOSE, DOCKERFILE, ROOT, SERVICES, interpolate, target_of
+from eaglefeed.config import load_settings
 
 OURS = [name for name, service in SERVICES.items() if "build" in service]
 WORKERS = [name for name in OURS if name != "feed"]
@@ -94,6 +95,14 @@ def test_every_service_is_confined_and_gets_time_to_stop(name: str) -> None:
     assert service["stop_grace_period"] in {"1m", "2m"}
     assert ("shm_size" in service) == (name in OURS)
     assert {"max-size", "max-file"} <= set(service["logging"]["options"]), "a week's log fills the disk"
+
+
+def test_shared_memory_has_a_size_for_trainers_and_targets_and_no_store_lies_there_by_itself() -> None:
+    for name in ("producers", "producers-gpu", "consumers", "consumers-gpu", "consumers-remote", "target-server"):
+        assert SERVICES[name]["shm_size"] == "1gb", "docker's own 64 MB are too little for NCCL"
+        assert SERVICES[name]["environment"]["EAGLEFEED_STORE__URI"].startswith("file:///shards")
+    assert load_settings().store_uri.startswith("file:///")
+    assert "/dev/shm" not in load_settings().store_uri
 
 
 @pytest.mark.parametrize("name", list(SERVICES))

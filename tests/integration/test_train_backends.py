@@ -178,6 +178,13 @@ def test_a_trainer_started_before_its_server_waits_for_it(
     assert ended.document["acked"] == NUM_ROWS
 
 
+def test_a_server_that_does_not_come_is_waited_for_as_long_as_it_is_said(shell: Shell) -> None:
+    words = ("rows.jsonl", "--target-backend", "remote", "--remote-urls", "http://127.0.0.1:9", "-o", "out")
+    ended = shell.run("train", *words, "train.start_timeout_s=0.01")
+    assert ended.code == 4, ended.err
+    assert "the target server is out" in ended.err.splitlines()[-1]
+
+
 def test_the_prefetch_depth_changes_nothing_but_the_wait(shell: Shell, url: str) -> None:
     for depth in ("0", "1", "4"):
         words = ("--vocab", MAP, "--remote-urls", url, "--target-prefetch-depth", depth)
