@@ -157,10 +157,10 @@ def test_shards_that_are_cut_or_changed_fail_validation_all_of_them(shell: Shell
     data = bytearray(shards[1].read_bytes())
     data[-3] ^= 1
     shards[1].write_bytes(data)
-    headers = shell.run("validate", "runs/default/shards", "--json")
+    headers = shell.run("validate", "runs/default/shards", "--headers", "--json")
     assert headers.code == 3
     assert [fault["name"] for fault in headers.document["faults"]] == [str(shards[0])]
-    everything = shell.run("validate", "runs/default/shards", "--values", "--json")
+    everything = shell.run("validate", "runs/default/shards", "--json")
     assert {fault["name"] for fault in everything.document["faults"]} == {str(shards[0]), str(shards[1])}
     trained = shell.run("train", "--json")
     assert trained.code == 0

@@ -71,7 +71,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_corrupt(
 ) -> None:
     size = stored[1].stat().st_size
     _before_read(monkeypatch, 3, lambda: stored[1].write_bytes(bytes(size)))
-    with pytest.raises(SampleCorrupt, match=f"checksum of .* differs in {key_of(stored[0])}"):
+    with pytest.raises(SampleCorrupt, match=f"checksum of .* differs in {stored[1]}"):
         store.get(stored[0])
 
 

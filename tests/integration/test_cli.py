@@ -211,7 +211,7 @@ def test_torch_stays_out_of(code: str, wanted: int) -> None:
 def test_validating_headers_needs_no_torch(shell: Shell, rows: Path, tmp_path: Path) -> None:
     shell.run("feed", rows)
     shell.run("produce")
-    code = _RUN_COMMAND.format(words=["validate", "runs/default/shards", "--queue"])
+    code = _RUN_COMMAND.format(words=["validate", "runs/default/shards", "--queue", "--headers"])
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     assert b"20 checked, 0 with faults" in ended.stdout

@@ -147,6 +147,10 @@ class SharedDirStore(FeatureStore):
         """See FeatureStore.health."""
         return self._folder.health()
 
+    def probe(self) -> None:
+        """See FeatureStore.probe: a write, a sync and a link."""
+        self._folder.probe()
+
     def put_document(self, name: str, data: bytes) -> bool:
         """See FeatureStore.put_document."""
         return self._put_file_of_run(name, lambda fd: files.write_at(fd, data, 0), len(data))
