@@ -26,12 +26,15 @@ class Room:
         return self._samples.has_room() and self._store.wait_for_room(0) and self._fits()
 
     def is_last(self, num_bytes: int) -> bool:
-        """Whether a sample of so many bytes, which is being written, will reach the mark: then it is waited for first.
+        """Whether a sample of so many bytes, which is being written, will reach a mark: then it is waited for first.
 
         So a producer exceeds queue.high_bytes by less than one sample.
         """
-        stored = self._samples.stats().stored_bytes
-        return stored + num_bytes + _HEADER_BYTES >= self._samples.limits().high_bytes
+        stats, limits = self._samples.stats(), self._samples.limits()
+        return (
+            stats.stored_bytes + num_bytes + _HEADER_BYTES >= limits.high_bytes
+            or stats.unsettled + stats.dead + 1 >= limits.high_count
+        )
 
     def was_missing(self, error: StoreFull) -> None:
         """No prompt is leased until its sample would fit; a quota shows in no count, and costs a try now and then."""
