@@ -66,6 +66,12 @@ class RootFolder:
         info = os.statvfs(self._fd)
         return StoreHealth(info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
 
+    def time(self) -> float | None:
+        """Seconds since the epoch by the clock of whoever dates the files; None where none can be made."""
+        with contextlib.suppress(OSError), self._opened_folder(".") as fd, temporary(fd, os.utime) as made:
+            return os.stat(made, dir_fd=fd, follow_symlinks=False).st_mtime
+        return None
+
     def folders(self) -> list[str]:
         """The folders that shards are fanned out over."""
         return [name for name in self.names(".") if _FAN_OUT.fullmatch(name)]
