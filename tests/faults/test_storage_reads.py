@@ -113,6 +113,21 @@ def test_a_read_that_the_system_fails_may_go_well_later(
     assert _is_right(store.get(stored[0], ring))
 
 
+def test_a_shard_of_64_mib_takes_few_large_reads(store: SharedDirStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = samples.tensors(batch=1, length=2**20, supervision="last_hidden_states")
+    features["aux_hidden_states"] = torch.zeros(1, 2**20, 12, dtype=torch.bfloat16)
+    ref = store.put(samples.ref(features, num_tokens=2**20), features)
+    assert 60 * 2**20 < ref.stored_bytes <= 64 * 2**20
+    seen = calls_of(monkeypatch, "read", "pread", "preadv", "readv")
+    assert torch.equal(store.get(ref)["last_hidden_states"], features["last_hidden_states"])
+    assert 1 < len(seen) <= 64
+    del seen[:]
+    path = store.root / key_of(ref)
+    with path.open("rb") as file:  # as `eaglefeed validate` reads it
+        files.check_digests(file.fileno(), files.read_header(file.fileno(), ref.stored_bytes, "x"), "x")
+    assert 1 < len(seen) <= 64
+
+
 def test_a_file_that_is_listed_and_cannot_be_found_is_missing_for_now(
     store: SharedDirStore, stored: tuple[SampleRef, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

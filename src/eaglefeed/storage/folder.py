@@ -24,6 +24,7 @@ __all__ = ["RootFolder"]
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SHARE_FIX = "give all who write here one group, setgid folders and umask 002"
 _FAN_OUT = re.compile(r"[0-9a-f]{2}")
 _MEMORY_FIX = "raise its size (shm_size in docker compose, --shm-size of docker run), or lower queue.high_bytes"
 
@@ -98,7 +99,7 @@ class RootFolder:
             StoreFull: no room.
             StorageError: the write failed.
         """
-        with self._translated(name, num_bytes):
+        with self._translated(folder, name, num_bytes):
             self._check_room(num_bytes)
             self._make_folder(folder)
             return self._write_into(folder, name, write)
@@ -249,9 +250,13 @@ class RootFolder:
             self._told_of_folders = True
 
     @contextlib.contextmanager
-    def _translated(self, subject: str, num_bytes: int) -> Iterator[None]:
+    def _translated(self, folder: str, subject: str, num_bytes: int) -> Iterator[None]:
         try:
             yield
+        except PermissionError as error:
+            what = f"uid {os.geteuid()} cannot write in {self.path}"
+            got = f"{error.strerror}{self._whose('.', folder)}"
+            raise StorageError(what, subject=subject, got=got, fix=_SHARE_FIX) from None
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise self._failed(subject, "cannot be written", error) from None
