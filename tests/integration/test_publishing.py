@@ -1,11 +1,11 @@
 """A shard is seen when it is whole, and not before: by name, by ref, by many readers and among many writers."""
 
-import multiprocessing
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -80,68 +80,79 @@ def test_data_name_and_folder_are_on_the_device_before_a_ref_is_queued(
     assert in_order == ["fsync of a folder", "pwrite", "fsync", "link", "fsync of a folder", "handoff"]
 
 
+NUM_WRITERS, NUM_EACH = 4, 125
+
+
+def _write(run: pipeline.Run, writer: int) -> None:
+    for number in range(NUM_EACH):
+        features = samples.tensors(length=30, seed=number)
+        ref = samples.ref(features, sample_id=f"s-{writer}-{number}", token=number + 1, num_tokens=60)
+        ref = run.store.put(ref, features)
+        run.samples.put([QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes)])
+
+
+def _read(run: pipeline.Run, reader: int, seen: list[tuple[str, str]]) -> None:
+    pause = threading.Event()
+    while len(seen) < NUM_WRITERS * NUM_EACH:
+        lease = run.samples.lease(4, visibility_timeout_s=1e6, consumer=f"r{reader}")
+        if not isinstance(lease, Lease):
+            pause.wait(0.002)  # leaves the processor to the writers
+            continue
+        for item in lease.items:
+            try:
+                found = run.store.get(decode_ref(item.payload))  # once: no second look, no sleep
+                wanted = samples.tensors(length=30, seed=int(item.id.rpartition("-")[2]))
+                same = torch.equal(found["aux_hidden_states"], wanted["aux_hidden_states"])
+                seen.append((item.id, "right" if same else "other values"))
+            except StorageError as error:
+                seen.append((item.id, str(error)))
+
+
 def test_readers_beside_writers_never_see_half_a_shard_nor_wait_for_one(store: SharedDirStore) -> None:
-    run, num_writers, num_each = pipeline.Run(store=store), 4, 125
-    faults: list[str] = []
-    seen: list[str] = []
-
-    def write(writer: int) -> None:
-        for number in range(num_each):
-            features = samples.tensors(length=30, seed=number)
-            ref = samples.ref(features, sample_id=f"s-{writer}-{number}", token=number + 1, num_tokens=60)
-            ref = store.put(ref, features)
-            run.samples.put([QueueItem(ref.sample_id, encode_ref(ref), ref.stored_bytes)])
-
-    def read(reader: int) -> None:
-        while len(seen) + len(faults) < num_writers * num_each and any(each.is_alive() for each in threads):
-            lease = run.samples.lease(4, visibility_timeout_s=1e6, consumer=f"r{reader}")
-            for item in lease.items if isinstance(lease, Lease) else ():
-                try:
-                    found = store.get(decode_ref(item.payload))  # once: no second look, no sleep
-                except StorageError as error:
-                    faults.append(str(error))
-                else:
-                    wanted = samples.tensors(length=30, seed=int(item.id.rpartition("-")[2]))
-                    assert torch.equal(found["aux_hidden_states"], wanted["aux_hidden_states"])
-                    seen.append(item.id)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(num_writers)]
-    readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
-    for thread in (*threads, *readers):
+    run, seen = pipeline.Run(store=store), list[tuple[str, str]]()
+    threads = [threading.Thread(target=_write, args=(run, number)) for number in range(NUM_WRITERS)]
+    threads += [threading.Thread(target=_read, args=(run, number, seen), daemon=True) for number in range(4)]
+    for thread in threads:
         thread.start()
-    for thread in (*threads, *readers):
+    for thread in threads:
         thread.join(60)
-    read(9)
-    assert faults == []
-    assert len(seen) == len(set(seen)) == num_writers * num_each
+    assert {what for _, what in seen} == {"right"}
+    assert len(seen) == len(dict(seen)) == NUM_WRITERS * NUM_EACH
 
 
-def _begin_write(root: Path, rank: int, barrier: "multiprocessing.synchronize.Barrier", told: Connection) -> None:
-    """A rank of a target that is spread over four, each of which takes itself for the one that publishes."""
-    torch.set_num_threads(1)
-    store = SharedDirStore(root, durability="none")
-    features = samples.tensors(seed=3)
-    barrier.wait(60)
-    try:
-        told.send(encode_ref(store.put(samples.ref(features), features)))
-    except StorageError as error:
-        told.send(f"{rank}: {error}")
+_FOUR_RANKS = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+import samples
+from eaglefeed.errors import StorageError
+from eaglefeed.schema.refs import encode_ref
+from eaglefeed.storage.shared_dir import SharedDirStore
+torch.set_num_threads(1)
+features = samples.tensors(seed=3)
+wait, start = os.pipe()
+for rank in range(4):
+    if not os.fork():
+        os.close(start)
+        os.read(wait, 1)  # until all are there
+        store = SharedDirStore(sys.argv[1], durability="none")
+        try:
+            print(encode_ref(store.put(samples.ref(features), features)).hex(), flush=True)
+        except StorageError as error:
+            print(error, flush=True)
+        os._exit(0)
+os.close(start)
+for rank in range(4):
+    os.wait()
+"""
 
 
 def test_of_four_ranks_that_write_one_sample_one_does_and_its_ref_is_the_only_one(store: SharedDirStore) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["samples", "eaglefeed.storage.shard"])
-    barrier, pipes = context.Barrier(4), [context.Pipe(duplex=False) for _ in range(4)]
-    ranks = [
-        context.Process(target=_begin_write, args=(store.root, rank, barrier, pipes[rank][1])) for rank in range(4)
-    ]
-    for process in ranks:
-        process.start()
-    told = [reader.recv() for reader, _ in pipes if reader.poll(60)]
-    for process in ranks:
-        process.join(60)
-    (payload,) = [each for each in told if isinstance(each, bytes)]
-    assert sum("written before, shards are never replaced" in each for each in told if isinstance(each, str)) == 3
+    """As of a target that is spread over four, each of which takes itself for the one that publishes."""
+    command = [sys.executable, "-c", _FOUR_RANKS, str(store.root), str(Path(__file__).parents[1])]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert sum("written before, shards are never replaced" in each for each in told) == 3
+    (payload,) = [bytes.fromhex(each) for each in told if "written before" not in each]
     assert [path.name for path in store.root.rglob("*") if path.is_file()] == ["a-1.7.safetensors"]
     run = pipeline.Run(store=store)
     ref = decode_ref(payload)
