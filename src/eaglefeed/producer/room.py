@@ -1,6 +1,8 @@
 """Whether there is room for one more sample: below the queue's watermarks, and in the store itself."""
 
-from eaglefeed.errors import StoreFull
+from contextlib import suppress
+
+from eaglefeed.errors import ConfigError, StoreFull
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.storage.base import FeatureStore
 
@@ -28,13 +30,16 @@ class Room:
     def is_last(self, num_bytes: int) -> bool:
         """Whether a sample of so many bytes, which is being written, will reach a mark: then it is waited for first.
 
-        So a producer exceeds queue.high_bytes by less than one sample.
+        So a producer exceeds queue.high_bytes by less than one sample; by less than two in a run with groups, whose
+        counts only their trainers see.
         """
-        stats, limits = self._samples.stats(), self._samples.limits()
-        return (
-            stats.stored_bytes + num_bytes + _HEADER_BYTES >= limits.high_bytes
-            or stats.unsettled + stats.dead + 1 >= limits.high_count
-        )
+        with suppress(ConfigError):
+            stats, limits = self._samples.stats(), self._samples.limits()
+            return (
+                stats.stored_bytes + num_bytes + _HEADER_BYTES >= limits.high_bytes
+                or stats.unsettled + stats.dead + 1 >= limits.high_count
+            )
+        return False
 
     def was_missing(self, error: StoreFull) -> None:
         """No prompt is leased until its sample would fit; a quota shows in no count, and costs a try now and then."""
