@@ -114,10 +114,9 @@ def test_a_read_that_the_system_fails_may_go_well_later(
 
 
 def test_a_shard_of_64_mib_takes_few_large_reads(store: SharedDirStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    features = samples.tensors(batch=1, length=2**20, supervision="last_hidden_states")
-    features["aux_hidden_states"] = torch.zeros(1, 2**20, 12, dtype=torch.bfloat16)
-    ref = store.put(samples.ref(features, num_tokens=2**20), features)
-    assert 60 * 2**20 < ref.stored_bytes <= 64 * 2**20
+    features = samples.tensors(batch=1, length=1_118_000, supervision="last_hidden_states")  # 60 bytes each
+    ref = store.put(samples.ref(features, num_tokens=1_118_000), features)
+    assert 63.9 * 2**20 < ref.stored_bytes <= 64 * 2**20
     seen = calls_of(monkeypatch, "read", "pread", "preadv", "readv")
     assert torch.equal(store.get(ref)["last_hidden_states"], features["last_hidden_states"])
     assert 1 < len(seen) <= 64
