@@ -21,6 +21,7 @@ happened, to which id, what was wanted and what came, and what to do next.
     ├── StorageError           (retry)  a read or a write failed
     │   ├── SampleMissing      (retry)  a shard that is not there (yet)
     │   ├── SampleCorrupt               a shard whose bytes, specs or values are wrong
+    │   ├── SampleDenied                a shard that this user may not read
     │   ├── StoreFull          (retry)  no room for another shard
     │   ├── BuffersHeld                 every read buffer is kept by tensors that are still in use
     │   └── PeerGone           (retry)  the process that holds the tensors is gone
@@ -50,6 +51,7 @@ __all__ = [
     "QueueUnavailable",
     "RankGone",
     "SampleCorrupt",
+    "SampleDenied",
     "SampleMissing",
     "SchemaError",
     "SchemaVersionError",
@@ -228,14 +230,30 @@ class SampleMissing(StorageError):
 
 
 class SampleCorrupt(StorageError):
-    """A shard whose bytes, specs or values are not those its ref promises."""
+    """A shard whose bytes, specs or values are not those its ref promises; `where` names its file or object."""
 
     retryable = False
 
-    def __init__(self, sample_id: str, what: str, *, wanted: object = None, got: object = None) -> None:
-        self.sample_id = sample_id
+    def __init__(
+        self, sample_id: str, what: str, *, wanted: object = None, got: object = None, where: str = ""
+    ) -> None:
+        self.sample_id, self.where, self._plain = sample_id, where, what
         fix = "produce it again; `eaglefeed validate --values` shows which files are damaged"
-        super().__init__(what, subject=sample_id, wanted=wanted, got=got, fix=fix)
+        super().__init__(f"{what} in {where}" if where else what, subject=sample_id, wanted=wanted, got=got, fix=fix)
+
+    def found_in(self, where: str) -> "SampleCorrupt":
+        """The same, with the file or object that it is about."""
+        return SampleCorrupt(self.sample_id, self._plain, wanted=self.wanted, got=self.got, where=where)
+
+
+class SampleDenied(StorageError):
+    """A shard that is there, and that this user may not read: no other try will, until somebody changes it."""
+
+    retryable = False
+    default_fix = (
+        "run the producers with a umask that lets others read (002 in one group, or 022), mend what is there with "
+        "`chmod -R a+rX`, then `eaglefeed queue dead requeue`"
+    )
 
 
 class StoreFull(StorageError):

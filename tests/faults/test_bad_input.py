@@ -1,10 +1,13 @@
 """What a user can get wrong, at the command line: one line that says what and what to do, and a fitting exit code."""
 
+import errno
+import io
 import os
 import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,10 +160,10 @@ def test_shards_that_are_cut_or_changed_fail_validation_all_of_them(shell: Shell
     data = bytearray(shards[1].read_bytes())
     data[-3] ^= 1
     shards[1].write_bytes(data)
-    headers = shell.run("validate", "runs/default/shards", "--json")
+    headers = shell.run("validate", "runs/default/shards", "--headers", "--json")
     assert headers.code == 3
     assert [fault["name"] for fault in headers.document["faults"]] == [str(shards[0])]
-    everything = shell.run("validate", "runs/default/shards", "--values", "--json")
+    everything = shell.run("validate", "runs/default/shards", "--json")
     assert {fault["name"] for fault in everything.document["faults"]} == {str(shards[0]), str(shards[1])}
     trained = shell.run("train", "--json")
     assert trained.code == 0
@@ -178,12 +181,23 @@ def test_a_run_that_is_not_there_is_not_made_by_looking(shell: Shell, tmp_path: 
     assert not (tmp_path / "runs" / "typo").exists()
 
 
-def test_a_temporary_file_without_room_is_one_line(shell: Shell, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device")
+def test_a_temporary_folder_without_room_is_one_line_and_nothing_is_queued(
+    shell: Shell, rows: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Full(io.BytesIO):
+        """As a buffered file: a small write goes well, what is left of it does not, and again when it is closed."""
 
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
-    _one_line(shell.run("feed", rows), 1, "No space left on device")
+        def seek(self, *_: int) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            self.seek(0)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    _one_line(shell.run("feed", rows), 2, str(tmp_path), "No space left on device", "TMPDIR")
+    monkeypatch.undo()
+    assert not (tmp_path / "runs" / "default" / "queue").exists()
 
 
 def test_nothing_to_validate(shell: Shell) -> None:

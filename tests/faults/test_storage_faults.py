@@ -38,17 +38,53 @@ def test_other_programs_read_our_shards(store: SharedDirStore, stored: tuple[Sam
     assert all(torch.equal(found[name], tensor) for name, tensor in samples.tensors().items())
 
 
-def test_a_shard_is_as_readable_as_the_umask_says(tmp_path: Path) -> None:
-    before = os.umask(0o027)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o027, 0o640), (0o077, 0o600)])
+def test_a_shard_is_as_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
     try:
         store = SharedDirStore(tmp_path / "store")
         features = samples.tensors()
-        ref = store.put(samples.ref(features), features)
-        mode = stat.S_IMODE((store.root / ref.feature_keys["input_ids"]).stat().st_mode)
+        key = store.put(samples.ref(features), features).feature_keys["input_ids"]
+        store.put_document("contract.json", b"{}")
         store.close()
     finally:
         os.umask(before)
-    assert mode == 0o640
+    for name in (key, "contract.json"):
+        assert stat.S_IMODE((store.root / name).stat().st_mode) == mode
+    assert stat.S_IMODE((store.root / key).parent.stat().st_mode) == 0o777 & ~umask
+
+
+def test_in_a_setgid_folder_shards_are_of_its_group(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can make a folder of another group")
+    root = tmp_path / "store"
+    root.mkdir()
+    os.chown(root, 0, 4711)
+    root.chmod(0o2775)
+    store = SharedDirStore(root)
+    path = root / store.put(samples.ref(), samples.tensors()).feature_keys["input_ids"]
+    assert (path.stat().st_gid, path.parent.stat().st_gid) == (4711, 4711)
+    assert path.parent.stat().st_mode & stat.S_ISGID
+
+
+def test_a_trainer_of_another_user_reads_what_a_producer_of_umask_022_wrote(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    for above in (tmp_path, *list(tmp_path.parents)[:2]):
+        above.chmod(above.stat().st_mode | 0o055)
+    root, before = tmp_path / "store", os.umask(0o022)
+    root.mkdir()
+    os.chown(root, 1000, 1000)
+    try:
+        os.seteuid(1000)
+        ref = SharedDirStore(root).put(samples.ref(), samples.tensors())
+        os.seteuid(0)
+        os.seteuid(2000)
+        assert torch.equal(SharedDirStore(root).get(ref)["input_ids"], samples.tensors()["input_ids"])
+    finally:
+        os.seteuid(0)
+        os.umask(before)
+    assert (root / ref.feature_keys["input_ids"]).stat().st_uid == 1000
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
@@ -58,7 +94,7 @@ def test_a_shard_cut_short_is_corrupt_and_says_both_sizes(
     ref, path = stored
     data = path.read_bytes()
     path.write_bytes(data[:keep])
-    with pytest.raises(SampleCorrupt, match=f"a-1.*wanted {len(data)} bytes, got {len(data[:keep])}"):
+    with pytest.raises(SampleCorrupt, match=f"a-1: .* in {path}, wanted {len(data)} bytes, got {len(data[:keep])}"):
         store.get(ref)
     with pytest.raises(SampleCorrupt):
         ref_of(parse_header(path.read_bytes(), path.stat().st_size, path.name), store.uri, path.name)
@@ -144,7 +180,7 @@ def test_symbolic_links_are_not_followed(store: SharedDirStore, stored: tuple[Sa
     outside = tmp_path / "outside.safetensors"
     path.rename(outside)
     path.symlink_to(outside)
-    with pytest.raises(StorageError, match="cannot be opened"):
+    with pytest.raises(SampleCorrupt, match=f"a-1: a symbolic link in {path}"):
         store.get(ref)
     path.unlink()
     folder = path.parent

@@ -10,6 +10,7 @@ import pytest
 
 import samples
 from eaglefeed.schema.refs import encode_ref
+from eaglefeed.storage.base import key_of
 from eaglefeed.storage.shared_dir import SharedDirStore
 
 _READ_AS_NOBODY = """
@@ -30,7 +31,7 @@ if os.getuid() == 0:
 try:
     store.get(ref)
 except StorageError as error:
-    print(error.retryable, error)
+    print(type(error).__name__, error.retryable, error)
 """
 
 
@@ -44,9 +45,9 @@ def test_a_shard_that_another_user_keeps_to_himself_says_who_could_not_open_it(
     store.close()
     command = [sys.executable, "-c", _READ_AS_NOBODY, str(store.root), str(Path(__file__).parents[1])]
     ended = subprocess.run([*command, encode_ref(ref).hex()], check=True, capture_output=True, text=True, timeout=60)
-    assert ended.stdout.startswith("True a-1: ")
-    assert "cannot be opened as uid 65534" in ended.stdout
-    assert "Permission denied" in ended.stdout
+    path = store.root / key_of(ref)
+    assert ended.stdout.startswith(f"SampleDenied False a-1: {path} cannot be opened as uid 65534, ")
+    assert f"Permission denied ({path} is of 0:0, mode 0600)" in ended.stdout
 
 
 _TRACED = """

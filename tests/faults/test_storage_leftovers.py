@@ -1,5 +1,6 @@
 """What a crash leaves of a write is swept up, and nothing else is."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import structlog.testing
-from os_faults import instead_of, left_over
+from os_faults import fail_call, instead_of, left_over
 
 import samples
 from eaglefeed.clock import ManualClock
@@ -99,9 +100,16 @@ def test_no_sweep_removes_what_a_live_process_writes(store: SharedDirStore, monk
     assert store.get(refs[0])  # type: ignore[arg-type]
 
 
-def test_a_leftover_is_told_by_who_made_it_or_by_its_age(tmp_path: Path) -> None:
-    clock = ManualClock(2_000_000_000)
-    store = SharedDirStore(tmp_path / "store", clock=clock)
+def _time_of(folder: Path) -> float:
+    (folder / "now").touch()
+    return (folder / "now").stat().st_mtime
+
+
+@pytest.mark.parametrize("ahead_s", [0, 7200, -7200])
+def test_a_leftover_is_told_by_who_made_it_or_by_its_age(tmp_path: Path, ahead_s: float) -> None:
+    now_s = _time_of(tmp_path)
+    # This machine's clock is far off: what is old by it may be young, as whoever dates the files knows.
+    store = SharedDirStore(tmp_path / "store", clock=ManualClock(now_s + ahead_s))
     mine = temporary_name()
     start, pid, host = (mine.rsplit("-", 3)[place] for place in (2, 1, 0))
     dead = subprocess.Popen(["true"])
@@ -121,10 +129,20 @@ def test_a_leftover_is_told_by_who_made_it_or_by_its_age(tmp_path: Path) -> None
             path = store.root / folder_name / name
             path.write_bytes(b"x")
             age_s = 50 if name.startswith(f"{host}x") else 5000
-            os.utime(path, (clock.time() - age_s,) * 2)
-    assert store.sweep(older_than_s=60) == (2 * sum(names.values()), 0)
+            os.utime(path, (now_s - age_s,) * 2)
+    assert store.sweep(older_than_s=600) == (2 * sum(names.values()), 0)
     kept = sorted(name for name, removed in names.items() if not removed)
     assert left_over(store) == sorted([*kept, *(f"00/{name}" for name in kept)])
+    store.close()
+
+
+def test_where_no_file_can_be_made_leftovers_are_told_by_this_machines_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SharedDirStore(tmp_path / "store", clock=ManualClock(_time_of(tmp_path) + 5000))
+    (store.root / ".tmp-strange").touch()
+    fail_call(monkeypatch, "utime", errno.EROFS)
+    assert store.sweep(older_than_s=600, dry_run=True) == (1, 0)
     store.close()
 
 

@@ -71,7 +71,7 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_corrupt(
 ) -> None:
     size = stored[1].stat().st_size
     _before_read(monkeypatch, 3, lambda: stored[1].write_bytes(bytes(size)))
-    with pytest.raises(SampleCorrupt, match=f"checksum of .* differs in {key_of(stored[0])}"):
+    with pytest.raises(SampleCorrupt, match=f"checksum of .* differs in {stored[1]}"):
         store.get(stored[0])
 
 
@@ -111,6 +111,20 @@ def test_a_read_that_the_system_fails_may_go_well_later(
     del caught  # the injected fault's own frame holds a piece of the buffer
     assert ring.held() == []
     assert _is_right(store.get(stored[0], ring))
+
+
+def test_a_shard_of_64_mib_takes_few_large_reads(store: SharedDirStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = samples.tensors(batch=1, length=1_118_000, supervision="last_hidden_states")  # 60 bytes each
+    ref = store.put(samples.ref(features, num_tokens=1_118_000), features)
+    assert 63.9 * 2**20 < ref.stored_bytes <= 64 * 2**20
+    seen = calls_of(monkeypatch, "read", "pread", "preadv", "readv")
+    assert torch.equal(store.get(ref)["last_hidden_states"], features["last_hidden_states"])
+    assert 1 < len(seen) <= 64
+    del seen[:]
+    path = store.root / key_of(ref)
+    with path.open("rb") as file:  # as `eaglefeed validate` reads it
+        files.check_digests(file.fileno(), files.read_header(file.fileno(), ref.stored_bytes, "x"), "x")
+    assert 1 < len(seen) <= 64
 
 
 def test_a_file_that_is_listed_and_cannot_be_found_is_missing_for_now(

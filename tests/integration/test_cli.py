@@ -15,6 +15,7 @@ from eaglefeed.config import load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.schema.refs import decode_ref, ref_to_json
 from eaglefeed.storage.base import ENDLESS, StoreHealth
+from eaglefeed.storage.shared_dir import SharedDirStore
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,26 @@ def test_the_whole_job_by_its_commands(shell: Shell, rows: Path, tmp_path: Path)
     draft = Path(trained.document["draft"])
     assert load_file(draft / "model.safetensors")["lm_head.weight"].shape == (259, 32)
     assert not list(Path("runs/default/shards").glob("*/*.safetensors"))
+
+
+def test_what_a_run_would_take_is_told_without_queueing_anything(
+    shell: Shell, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dry = shell.run("feed", rows, "--dry-run")
+    assert dry.code == 0
+    assert "nothing was queued" in dry.out
+    assert "more than is free" not in dry.out
+    assert not Path("runs/default/queue").exists()
+    told = shell.run("feed", rows, "--dry-run", "--json").document
+    fed = shell.run("feed", rows, "--json").document
+    assert fed["queued"] == 10
+    assert {name: told[name] for name in ("items", "tokens", "num_bytes", "largest_bytes")} == {
+        name: fed[name] for name in ("items", "tokens", "num_bytes", "largest_bytes")
+    }
+    monkeypatch.setattr(SharedDirStore, "health", lambda _store: StoreHealth(told["num_bytes"] // 2, 2**40))
+    waits = shell.run("feed", rows, "--dry-run")
+    assert "the samples take more than is free: producers wait for trainers" in waits.out
+    assert "so it will fill" in shell.run("feed", rows, "--dry-run", "train.retain=true").out
 
 
 def test_full_logits_need_no_vocabulary_map(shell: Shell, rows: Path) -> None:
@@ -211,7 +232,7 @@ def test_torch_stays_out_of(code: str, wanted: int) -> None:
 def test_validating_headers_needs_no_torch(shell: Shell, rows: Path, tmp_path: Path) -> None:
     shell.run("feed", rows)
     shell.run("produce")
-    code = _RUN_COMMAND.format(words=["validate", "runs/default/shards", "--queue"])
+    code = _RUN_COMMAND.format(words=["validate", "runs/default/shards", "--queue", "--headers"])
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr.decode()
     assert b"20 checked, 0 with faults" in ended.stdout

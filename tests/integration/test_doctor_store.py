@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,21 @@ def test_a_file_system_without_hard_links_fails(tmp_path: Path, monkeypatch: pyt
     finding = worst(findings_of(tmp_path), "store.write")
     assert finding.status == "fail"
     assert "no hard links" in finding.what
+    assert left_in(tmp_path) == []
+
+
+def test_a_file_system_that_syncs_no_folders_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(22, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    finding = worst(findings_of(tmp_path), "store.write")
+    assert finding.status == "warn"
+    assert "folders cannot be synced" in finding.what
     assert left_in(tmp_path) == []
 
 

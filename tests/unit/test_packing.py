@@ -175,6 +175,23 @@ def test_the_estimated_size_is_what_is_stored_of_packed_rows(supervision: str) -
     assert sample_bytes(full, TargetSizes(32, 64, 7, 256), encoding, dtype="float32") == wanted
 
 
+@pytest.mark.parametrize(
+    ("supervision", "supervision_bytes"),
+    [
+        ("logits", 26_357_006_336),
+        ("target_probs", 4_194_304_000 + 65_536),
+        ("last_hidden_states", 377_487_360 + 262_144),
+    ],
+)
+def test_the_size_of_a_sample_of_a_large_target_at_a_long_context(supervision: str, supervision_bytes: int) -> None:
+    """H 2,880, V 201,088, S 65,536 in bf16: aux states of 1.13 GB, logits of 26.4, target_probs over 32,000 of 4.2."""
+    aux_bytes, ids_and_masks = 1_132_462_080, 3 * 8 * 65_536
+    row = PromptRow((7,) * 65_536, (1,) * 65_536)
+    wanted = aux_bytes + ids_and_masks + supervision_bytes
+    sizes = TargetSizes(2880, 201_088, 36, 131_072)
+    assert sample_bytes(prompt(row), sizes, Encoding(supervision, draft_vocab_size=32_000), dtype="bfloat16") == wanted
+
+
 # what a trainer refuses
 
 

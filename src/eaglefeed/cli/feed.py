@@ -1,7 +1,10 @@
 """`eaglefeed feed`: conversations into the prompts queue."""
 
+import errno
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -43,6 +46,7 @@ _CHUNK = 500
 _FULL_WAIT_S = 600.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 _PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
+_DRY_HELP = "Queue nothing: say how much the samples would take, and whether there is room."
 _REPLAY_HELP = "Queue what trainers retained (train.retain=true) as the run's next epoch."
 
 
@@ -77,6 +81,7 @@ def feed(
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens that a row is cut to.")] = None,
     packing: Annotated[bool, typer.Option("--packing", help=_PACKING_HELP)] = False,
     keep_open: Annotated[bool, typer.Option("--keep-open", help="More will be fed: do not close the prompts.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=_DRY_HELP)] = False,
     vocab: VocabOption = None,
     run: RunOption = None,
     redis: RedisOption = None,
@@ -105,25 +110,28 @@ def feed(
     )
     if replay or conversations is None:
         shaping = {"--batch-size": batch_size, "--max-length": max_length, "--vocab": vocab}
-        shaping |= {"--packing": packing or None, "--keep-open": keep_open or None}
+        shaping |= {"--packing": packing or None, "--keep-open": keep_open or None, "--dry-run": dry_run or None}
         _check_replay(conversations, [name for name, value in shaping.items() if value is not None], replay=replay)
         replay_epoch(settings, epoch=epoch, as_json=as_json)
         return
     if epoch is not None or seed is not None:
         raise ConfigError("conversations are fed into the first epoch", subject="--epoch, --seed", fix="pass --replay")
     report = ReadReport()
-    with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
+    with _spooled() as spool, opened_store(settings) as shards:
         estimate = _tokenize(settings, conversations, report, spool)
         health = shards.health()
         limits = queue_limits(settings, health)
         document, lines = describe_read(report, conversations)
-        lines += _say(estimate, limits, health, settings.store_uri)
+        lines += _say(estimate, limits, health, settings)
         if not as_json:
             emit(False, {}, lines)
         check_limits(limits, settings, estimate.largest_bytes, health)
         if is_with_producers(settings):
             _check_peer_bytes(settings, estimate.largest_bytes)
         document |= estimate._asdict()
+        if dry_run:
+            emit(as_json, document | {"free_bytes": health.free_bytes}, ["nothing was queued"])
+            return
         with open_queues(settings) as queues, noted(settings, queues, conversations, document) as fact:
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
@@ -213,6 +221,18 @@ def _check_peer_bytes(settings: Settings, largest_bytes: int) -> None:
         raise ConfigError(what, subject="store.peer_bytes", wanted=wanted, got=human_bytes(room), fix=fix)
 
 
+@contextmanager
+def _spooled() -> Iterator[IO[bytes]]:
+    try:
+        with tempfile.TemporaryFile() as spool:
+            yield spool
+    except OSError as error:  # also of its end, which writes what is left once more
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what, folder = f"no room for the tokenized conversations ({error.strerror})", tempfile.gettempdir()
+        raise ConfigError(what, subject=folder, fix="free space there, or set TMPDIR to a folder with more") from None
+
+
 def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
     """Write every work item to the spool, so that all is known before the first one is queued."""
     from eaglefeed.cli.prompts import PromptReader
@@ -235,14 +255,20 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     return Estimate(items, tokens, total, largest)
 
 
-def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:
+def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, settings: Settings) -> list[str]:
     at_once = min(estimate.num_bytes, limits.high_bytes)
     free = "it has no end" if health == ENDLESS else f"{human_bytes(health.free_bytes)} are free"
-    return [
+    lines = [
         f"{estimate.items} items, {estimate.tokens} tokens",
         f"samples take {human_bytes(estimate.num_bytes)} in all, the largest {human_bytes(estimate.largest_bytes)}",
-        f"{uri}: at most {human_bytes(at_once)} at once, {free}",
+        f"{settings.store_uri}: at most {human_bytes(at_once)} at once, {free}",
     ]
+    if estimate.num_bytes > health.free_bytes:
+        then = (
+            "train.retain keeps them all, so it will fill" if settings.train.retain else "producers wait for trainers"
+        )
+        lines.append(f"the samples take more than is free: {then}")
+    return lines
 
 
 def _warn_of_shards_from_before(queues: RunQueues, store: FeatureStore) -> None:

@@ -1,7 +1,9 @@
 """`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,11 +23,11 @@ from eaglefeed.cli.common import (
     read_settings,
 )
 from eaglefeed.config import Settings
-from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SchemaError
+from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SampleCorrupt, SchemaError
 from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
-from eaglefeed.storage.base import FeatureStore
-from eaglefeed.storage.files import read_header, read_tensors
+from eaglefeed.storage.base import SHARD_KEY, FeatureStore, key_of
+from eaglefeed.storage.files import check_digests, read_header, read_tensors
 from eaglefeed.storage.header import check_header, ref_of
 
 if TYPE_CHECKING:
@@ -39,23 +41,36 @@ _FAILED = 3
 _MAX_JSON_BYTES = 64 * 1024
 
 
+class _Depth(StrEnum):
+    """How much of a shard is read: its header, all of it for the digests, or its tensors too."""
+
+    HEADERS = "headers"
+    DIGESTS = "digests"
+    VALUES = "values"
+
+
 def validate(
     ctx: typer.Context,
     paths: Annotated[list[Path] | None, typer.Argument(help="Shards, folders, or refs in JSON.")] = None,
     queue: Annotated[bool, typer.Option("--queue", help="Check the refs of the run's samples queue.")] = False,
-    values: Annotated[bool, typer.Option("--values", help="Read the tensors too: checksums and values.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Check the tensors' values too.")] = False,
+    headers: Annotated[bool, typer.Option("--headers", help="Read headers alone: no checksums.")] = False,
     run: RunOption = None,
     redis: RedisOption = None,
     store: StoreOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check samples: headers and refs, or with --values the tensors too. One line a fault; exits 0 or 3."""
-    settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
+    """Check samples: headers, refs and checksums, or with --values the tensors too. One line a fault; exits 0 or 3."""
+    verify = "always"  # whatever the run's trainers check
+    settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store, store__verify=verify)
     if not paths and not queue:
         raise ConfigError("nothing to validate", fix="pass shards, folders or refs, or --queue with --run")
+    if values and headers:
+        raise ConfigError("values stand behind the header", subject="--values, --headers", fix="leave one of both out")
+    depth = _Depth.VALUES if values else _Depth.HEADERS if headers else _Depth.DIGESTS
     checked, faults = 0, []
-    for name, check in chain(_in_paths(paths or [], values), _in_queue(settings, values) if queue else ()):
+    for name, check in chain(_in_paths(paths or [], depth), _in_queue(settings, depth) if queue else ()):
         checked += 1
         try:
             check()
@@ -69,21 +84,30 @@ def validate(
         raise typer.Exit(_FAILED)
 
 
-def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+def _in_paths(paths: list[Path], depth: _Depth) -> Iterator[tuple[str, Callable[[], None]]]:
     for path in paths:
         if path.is_dir():
-            found = sorted(each for each in path.rglob("*.safetensors") if _SHARD.fullmatch(each.name))
-            if not found:
-                raise ConfigError(
-                    "no shards in this folder", subject=str(path), wanted="<sample_id>.<token>.safetensors"
-                )
-            yield from ((str(each), partial(_check_file, each, values)) for each in found)
+            yield from _in_folder(path, depth)
         elif path.suffix == ".json":
             yield str(path), partial(_check_json, path)
         elif path.exists():
-            yield str(path), partial(_check_file, path, values)
+            yield str(path), partial(_check_file, path, depth)
         else:
             raise ConfigError("no such file or folder", subject=str(path), fix=_address_fix(str(path)))
+
+
+def _in_folder(folder: Path, depth: _Depth) -> Iterator[tuple[str, Callable[[], None]]]:
+    closed: list[OSError] = []
+    levels = os.walk(folder, onerror=closed.append)
+    found = [Path(at, name) for at, inner, files in levels for name in (*inner, *files) if _SHARD.fullmatch(name)]
+    if not found and not closed:
+        raise ConfigError("no shards in this folder", subject=str(folder), wanted="<sample_id>.<token>.safetensors")
+    yield from ((str(error.filename), partial(_refuse, error)) for error in closed)
+    yield from ((str(each), partial(_check_stored, each, depth)) for each in sorted(found))
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def _address_fix(path: str) -> str:
@@ -94,10 +118,10 @@ def _address_fix(path: str) -> str:
     return f"a store is checked with `validate --queue --store {uri}`, a folder by its path"
 
 
-def _in_queue(settings: Settings, values: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+def _in_queue(settings: Settings, depth: _Depth) -> Iterator[tuple[str, Callable[[], None]]]:
     with open_queues(settings, known=True) as queues, opened_store(settings) as store:
         for item in queues.samples.payloads():
-            yield item.id, partial(_check_payload, item.payload, store, values)
+            yield item.id, partial(_check_payload, item.payload, store, depth)
 
 
 def _check_regular(path: Path) -> None:
@@ -106,19 +130,43 @@ def _check_regular(path: Path) -> None:
         raise InputError("no regular file", subject=str(path))
 
 
-def _check_file(path: Path, values: bool) -> None:
+def _check_stored(path: Path, depth: _Depth) -> None:
+    """Check what lies in a store's folder, as a store would read it."""
+    if path.is_symlink():
+        raise InputError("a symbolic link, which no store follows", subject=str(path))
+    _check_file(path, depth)
+
+
+def _check_file(path: Path, depth: _Depth) -> None:
     _check_regular(path)
     with path.open("rb") as file:
-        header = read_header(file.fileno(), path.stat().st_size, path.name)
-        ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
-        validate_any_ref(ref)
-        if values:
-            from eaglefeed.storage.buffers import fresh_memory
-            from eaglefeed.storage.shard import ShardReader
+        try:
+            _check_open(file.fileno(), path, depth)
+        except SampleCorrupt as error:
+            raise error.found_in(str(path)) from None
 
-            memory = fresh_memory(header.file_bytes - header.data_start)
-            reader = ShardReader(ref, header, memory)
-            _check_values(ref, read_tensors(file.fileno(), header, memory, reader))
+
+def _check_open(fd: int, path: Path, depth: _Depth) -> None:
+    header = read_header(fd, os.fstat(fd).st_size, path.name)
+    ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
+    validate_any_ref(ref)
+    _check_name(path, ref)
+    if depth is _Depth.DIGESTS:
+        check_digests(fd, header, ref.sample_id)
+    if depth is _Depth.VALUES:
+        from eaglefeed.storage.buffers import fresh_memory
+        from eaglefeed.storage.shard import ShardReader
+
+        memory = fresh_memory(header.file_bytes - header.data_start)
+        _check_values(ref, read_tensors(fd, header, memory, ShardReader(ref, header, memory)))
+
+
+def _check_name(path: Path, ref: SampleRef) -> None:
+    """A file that is named as stores name theirs has the name of its own ref."""
+    keyed = f"{path.parent.name}/{path.name}"
+    got, wanted = (keyed, key_of(ref)) if SHARD_KEY.fullmatch(keyed) else (path.name, key_of(ref).rpartition("/")[2])
+    if got != wanted and _SHARD.fullmatch(path.name):
+        raise SampleCorrupt(ref.sample_id, "a shard under another's name", wanted=wanted, got=got)
 
 
 def _check_json(path: Path) -> None:
@@ -128,12 +176,14 @@ def _check_json(path: Path) -> None:
     validate_any_ref(ref_from_json(path.read_bytes()))
 
 
-def _check_payload(payload: bytes, store: FeatureStore, values: bool) -> None:
+def _check_payload(payload: bytes, store: FeatureStore, depth: _Depth) -> None:
     ref = decode_ref(payload)
     validate_any_ref(ref)
     check_header(store.header(ref), ref)
-    if values:
-        _check_values(ref, store.get(ref))
+    if depth is not _Depth.HEADERS:
+        tensors = store.get(ref)
+        if depth is _Depth.VALUES:
+            _check_values(ref, tensors)
 
 
 def _check_values(ref: SampleRef, stored: "dict[str, Tensor]") -> None:

@@ -17,6 +17,7 @@ from eaglefeed.consumer.gathering import Due, Fault, Gatherer, Held, Over, Round
 from eaglefeed.consumer.leasing import reason_of
 from eaglefeed.consumer.materialize import Materializer
 from eaglefeed.consumer.ranks import Ranks
+from eaglefeed.consumer.store_outage import is_of_store
 from eaglefeed.consumer.together import pack_error, require_alike, unpack_error
 from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, PeerGone
 from eaglefeed.logs import get_logger
@@ -231,7 +232,8 @@ class Feeder:
             if self._stop.is_set():  # the wait for a buffer may have ended early: it is given back
                 return None, []
             is_gone = isinstance(error, PeerGone)
-            return None, list(Fault(error.what if is_gone else reason_of(error), error.retryable, is_gone))
+            reason = error.what if is_gone else reason_of(error)
+            return None, list(Fault(reason, error.retryable, is_gone, may_be_store=is_of_store(error)))
         except Exception as error:
             log.exception("materializing_failed")
             self.failure = EaglefeedError("a sample could not be read, this is a bug", got=repr(error))

@@ -52,12 +52,14 @@ class Fault(NamedTuple):
         retryable: whether it may work later.
         is_gone: whether its producer did not answer.
         is_untried: whether there was just no time for it.
+        may_be_store: whether the store may be away.
     """
 
     reason: str
     retryable: bool
     is_gone: bool = False
     is_untried: bool = False
+    may_be_store: bool = False
 
 
 class Gatherer:
@@ -205,4 +207,5 @@ class Gatherer:
             elif fault.is_gone:
                 self._leaser.give_back(token, item, PeerGone(fault.reason))
             else:
-                self._leaser.refuse(token, item, reason=fault.reason, retryable=fault.retryable)
+                kind = {"retryable": fault.retryable, "may_be_store": fault.may_be_store}
+                self._leaser.refuse(token, item, reason=fault.reason, **kind)

@@ -7,7 +7,8 @@ from typing import TypeVar
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.gone import GoneProducers
 from eaglefeed.consumer.holdings import StreamStats, bear_outage
-from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable
+from eaglefeed.consumer.store_outage import StoreOutage
+from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable, StorageError
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.holdings import Holdings
@@ -17,7 +18,7 @@ __all__ = ["Leaser", "reason_of"]
 
 _WAIT_S = 0.5
 _PAUSE_S = 0.1
-_GONE_DELAY_S, _RECALL_S = 5.0, 5.0
+_GONE_DELAY_S, _RECALL_S, _AWAY_DELAY_S = 5.0, 5.0, 5.0
 
 T = TypeVar("T")
 
@@ -56,6 +57,7 @@ class Leaser:
         self._alone_since: float | None = None
         self._warned = False
         self._recalled_s = -_RECALL_S
+        self._store = StoreOutage(clock)
         self._gone = GoneProducers(grace_s=producer_grace_s, fails=fail_without_producers, clock=clock)
 
     def ask(self, n: int) -> Lease | DrainState:
@@ -123,7 +125,8 @@ class Leaser:
         self._nack(token, list(ids), reason=reason, delay_s=0.0)
 
     def answered(self, uri: str) -> None:
-        """The producer that keeps samples there did answer."""
+        """A sample was read: the store is there, and the producer that keeps samples there did answer."""
+        self._store.answered()
         self._gone.answered(uri)
 
     def give_back(self, token: int, item: LeasedItem, error: PeerGone) -> None:
@@ -146,8 +149,15 @@ class Leaser:
                 log.warning("recall_put_off", reason=str(outage))
         self._gone.tell(uri)
 
-    def refuse(self, token: int, item: LeasedItem, *, reason: str, retryable: bool) -> None:
-        """It cannot be read: it is tried again later, or set aside."""
+    def refuse(self, token: int, item: LeasedItem, *, reason: str, retryable: bool, may_be_store: bool = False) -> None:
+        """It cannot be read: it is tried again later, or set aside; a store that is away counts against none.
+
+        Raises:
+            StorageError: the store has been away for longer than `outage_s`.
+        """
+        if may_be_store and (away_s := self._store.note(item.id, reason)) is not None:
+            self._put_off(token, item, reason, away_s)
+            return
         final = not retryable or item.delivery_count >= self._max_attempts
         log.error("sample_refused", sample_id=item.id, lease=token, final=final, reason=reason)
         self._holdings.settle(token, [item.id])
@@ -159,6 +169,14 @@ class Leaser:
             self._stats.dead += 1
         else:
             self._stats.retried += 1
+
+    def _put_off(self, token: int, item: LeasedItem, reason: str, away_s: float) -> None:
+        self._holdings.settle(token, [item.id])
+        self._stats.returned += 1
+        self._nack(token, [item.id], reason=reason, delay_s=_AWAY_DELAY_S)
+        if away_s > self._outage_s:
+            fix = "see why the store cannot be read here, and start again: no sample was set aside for it"
+            raise StorageError(f"no sample could be read for {away_s:.0f} s", got=reason, fix=fix)
 
     def _nack(self, token: int, ids: list[str], *, reason: str, delay_s: float) -> None:
         """Without counting it against them."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from eaglefeed.consumer.holdings import Sample
 from eaglefeed.consumer.leasing import Leaser, reason_of
 from eaglefeed.consumer.materialize import Materializer
+from eaglefeed.consumer.store_outage import is_of_store
 from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, PeerGone
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem
@@ -92,7 +93,8 @@ class Prefetcher:
             self._leaser.give_back(token, item, error)
         except EaglefeedError as error:
             if not self._stop.is_set():  # else the wait for a buffer may have ended early: it is given back
-                self._leaser.refuse(token, item, reason=reason_of(error), retryable=error.retryable)
+                kind = {"retryable": error.retryable, "may_be_store": is_of_store(error)}
+                self._leaser.refuse(token, item, reason=reason_of(error), **kind)
         else:
             self._leaser.answered(ref.store_uri)
             self._offer(Sample(token, ref, batch, item.delivery_count))

@@ -1,5 +1,6 @@
 """The reference training run: what it needs of the target, and its loop over a stream."""
 
+import errno
 import fcntl
 import json
 import shutil
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.5
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 log = get_logger(__name__)
 
@@ -137,6 +139,8 @@ def wait_for_run(
 def only_trainer_of(folder: Path) -> Iterator[None]:
     """Make the folder if it is not there, and hold it: two trainers would overwrite each other's checkpoints.
 
+    A file system without locks (Lustre without `flock`, some network mounts) holds nothing: that is logged.
+
     Removes what one that was killed while it wrote has left half written.
 
     Raises:
@@ -153,6 +157,10 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 fix = "pass another folder with --output, or wait for its end"
                 raise ConfigError("another trainer is writing here", subject=str(folder), fix=fix) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                log.warning("folder_not_locked", folder=str(folder), reason=error.strerror)
             for left in folder.glob(".*.tmp"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield

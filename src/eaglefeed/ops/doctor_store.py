@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from eaglefeed.ops.doctor import Finding, Said, fail, look, ok, skipped, warn
 from eaglefeed.ops.doctor_bucket import BUCKET_S, ask_bucket
 from eaglefeed.ops.wording import human_bytes
 from eaglefeed.storage.base import open_store
+from eaglefeed.storage.probing import UNSUPPORTED
 from eaglefeed.storage.temporaries import temporary_name
 
 __all__ = ["Need", "examine_store"]
@@ -161,7 +162,7 @@ def _write(place: Path, clock: Clock) -> Iterator[Said]:
             yield from _links(path, linked)
             if linked.exists():
                 linked.rename(moved)
-            folder_s = _synced_folder(place, clock)
+            folder_s = yield from _synced_folder(place, clock)
         finally:
             linked.unlink(missing_ok=True)
             moved.unlink(missing_ok=True)
@@ -192,10 +193,16 @@ def _synced(fd: int, clock: Clock) -> float:
     return clock.monotonic() - started_s
 
 
-def _synced_folder(place: Path, clock: Clock) -> float:
+def _synced_folder(place: Path, clock: Clock) -> Generator[Said, None, float]:
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         return _synced(fd, clock)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        what = f"folders cannot be synced ({error.strerror}): a crash of the machine may cost the names of new shards"
+        yield warn(what, "use another file system, if samples are dear; what is lost is found, and can be fed again")
+        return 0.0
     finally:
         os.close(fd)
 

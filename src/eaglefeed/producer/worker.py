@@ -14,6 +14,7 @@ from eaglefeed.producer.accounts import Accounts, ProducerStats
 from eaglefeed.producer.agreement import RunAgreement
 from eaglefeed.producer.making import SampleMaker
 from eaglefeed.producer.outage import StoreAway, StoreWatch
+from eaglefeed.producer.room import Room
 from eaglefeed.producer.staying import Keeper
 from eaglefeed.producer.writing import SampleWriter, Writing
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue
@@ -81,7 +82,7 @@ class ProducerWorker:
         self._prompts, self._samples, self._store, self._name = prompts, samples, store, name
         self._lease_batch, self._timeout_s, self._stall_timeout_s = lease_batch, visibility_timeout_s, stall_timeout_s
         self._tidy, self._clock, self._outage_s = tidy, clock, outage_s
-        self._watch = StoreWatch(clock)
+        self._watch, self._room = StoreWatch(clock), Room(samples, store)
         self._maker = SampleMaker(
             target,
             RunAgreement(store, samples, contract, assets, run_id=run_id, name=name),
@@ -112,11 +113,13 @@ class ProducerWorker:
         ends it too: after at most _LAST_WRITE_S for the sample that is written, all it holds is given back.
 
         Raises:
+            ConfigError: no sample can be written to the store, whatever the wait.
             ContractMismatch: this producer differs from the run's contract.
             QueueUnavailable: the server was away for too long.
             StorageError: the store did not come to an end with a sample, or was away for longer than `outage_s`; or its
                 room is taken by what nobody needs.
         """
+        self._store.probe()
         self._keeper.begin()
         self._writer = SampleWriter(
             self._prompts, self._samples, self._store, self._accounts.settle, self._keeper.holder
@@ -149,8 +152,8 @@ class ProducerWorker:
             self._recall()
         try:
             return not self._has_room() or self._lease_once(stop)
-        except StoreFull:
-            pass
+        except StoreFull as error:
+            self._room.was_missing(error)
         except StoreAway as away:
             if away.away_s > self._outage_s:
                 raise away.error from None
@@ -203,13 +206,16 @@ class ProducerWorker:
         return count
 
     def _has_room(self) -> bool:
-        if self._samples.has_room() and self._store.wait_for_room(0):
+        if self._is_room():
             self._keeper.end_wait()
             return True
         self._collect()
         started = self._clock.monotonic()
         self._keeper.tell_wait()
         has_room = self._samples.wait_for_room(_WAIT_S) and self._store.wait_for_room(_WAIT_S)
+        if has_room and not self._room.is_there():  # the disk is full, which nobody can be woken by
+            self._clock.sleep(_WAIT_S)
+            has_room = False
         self.stats.paused_s += self._clock.monotonic() - started
         if not has_room and self._prompts.stats().drained:
             return True  # none is needed, and who needs the producer still is for the lease to find out
@@ -217,17 +223,22 @@ class ProducerWorker:
             self._keeper.check_room(self._outage_s)
         return has_room
 
+    def _is_room(self) -> bool:
+        if self._writing is not None and self._room.is_last(self._writing.num_bytes):
+            self._collect()
+        return self._room.is_there()
+
     def _work_through(self, lease: Lease, stop: threading.Event) -> None:
         for index, item in enumerate(lease.items):
             rest = [left.id for left in lease.items[index:]]
             if stop.is_set() or self._renewer.is_lost(lease.token):
                 self._accounts.give_back(lease.token, rest, "producer stopped")
                 return
-            if index and not self._store.wait_for_room(0):
-                self._accounts.give_back(lease.token, rest, "no room for more samples")
-                return
-            self._prompts.beat("producer", self._name)
             try:
+                if index and not self._is_room():
+                    self._accounts.give_back(lease.token, rest, "no room for more samples")
+                    return
+                self._prompts.beat("producer", self._name)
                 self._make(lease.token, item)
             except (StoreFull, StoreAway):
                 self._accounts.give_back(lease.token, rest, "no store to write to")

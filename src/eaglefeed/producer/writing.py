@@ -25,10 +25,11 @@ class Writing:
     Args:
         token: of the prompt's lease.
         item: the prompt.
+        num_bytes: of the sample, as its ref estimates them.
     """
 
-    def __init__(self, token: int, item: LeasedItem) -> None:
-        self.token, self.item = token, item
+    def __init__(self, token: int, item: LeasedItem, num_bytes: int) -> None:
+        self.token, self.item, self.num_bytes = token, item, num_bytes
         self._outcome: list[SampleRef | BaseException] = []
         self._ended = threading.Event()
 
@@ -81,7 +82,7 @@ class SampleWriter:
 
     def write(self, token: int, item: LeasedItem, made: Made) -> Writing:
         """Start on a sample; wait for its end before the next one, which bounds what waits here to one."""
-        writing = Writing(token, item)
+        writing = Writing(token, item, made.ref.estimated_bytes)
         self._jobs.put((writing, made))
         return writing
 

@@ -85,6 +85,12 @@ class EmbeddedServer:
                 if not is_alive(self.folder):
                     launch(self._binary or find_server_binary(), self.folder, self._socket_path)
                 wait_until_ready(self.folder, self._socket_path, self._timeout_s)
+        except OSError as error:  # of a lock, such as of a file system that has none
+            self._close_files()
+            fix = "put run.dir on a local disk, or run a server and pass --redis"
+            raise ConfigError(
+                "a server cannot be started here", subject=str(self.folder), got=error.strerror, fix=fix
+            ) from None
         except BaseException:
             self._close_files()
             raise

@@ -185,6 +185,14 @@ class FeatureStore(ABC):
     def health(self) -> StoreHealth:
         """Free and total bytes."""
 
+    def probe(self) -> None:
+        """Try at a producer's start what every `put` needs, for an error that no wait will mend.
+
+        Raises:
+            ConfigError: what lies below cannot do it, or this user may not.
+        """
+        return
+
     def wait_for_room(self, timeout_s: float) -> bool:  # noqa: ARG002
         """Whether it is worth making another sample, waited for at most `timeout_s`; `put` may still find no room."""
         return True

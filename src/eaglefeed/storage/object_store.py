@@ -6,6 +6,7 @@ bucket/prefix/3f/<sample_id>.<token>.safetensors                          shards
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -92,24 +93,27 @@ class ObjectStore(FeatureStore):
         from eaglefeed.storage.shard import ShardReader
 
         key = key_of(ref)
-        header, start = self._start(key, ref.sample_id, PART_BYTES)
-        check_header(header, ref)
-        memory = memory_for(header.file_bytes - header.data_start, ring, ref.sample_id)
-        try:
-            return self._read(key, header, start, memory, ShardReader(ref, header, memory, self._verify))
-        except BaseException:
-            memory.release()  # or whoever keeps the error would keep a buffer of the ring
-            raise
+        with self._named(key):
+            header, start = self._start(key, ref.sample_id, PART_BYTES)
+            check_header(header, ref)
+            memory = memory_for(header.file_bytes - header.data_start, ring, ref.sample_id)
+            try:
+                return self._read(key, header, start, memory, ShardReader(ref, header, memory, self._verify))
+            except BaseException:
+                memory.release()  # or whoever keeps the error would keep a buffer of the ring
+                raise
 
     def header(self, ref: SampleRef) -> ShardHeader:
         """See FeatureStore.header."""
-        return self._start(key_of(ref), ref.sample_id, HEADER_READ_BYTES)[0]
+        with self._named(key_of(ref)):
+            return self._start(key_of(ref), ref.sample_id, HEADER_READ_BYTES)[0]
 
     def read_ref(self, key: str) -> SampleRef:
         """See FeatureStore.read_ref."""
         if not SHARD_KEY.fullmatch(key):
             raise SampleCorrupt(key, "impossible key", wanted="xx/<sample_id>.<token>.safetensors")
-        return keyed_ref(self._start(key, key, HEADER_READ_BYTES)[0], self.uri, key)
+        with self._named(key):
+            return keyed_ref(self._start(key, key, HEADER_READ_BYTES)[0], self.uri, key)
 
     def delete(self, ref: SampleRef) -> bool:
         """See FeatureStore.delete; of two processes that delete at once, both may be told True."""
@@ -181,6 +185,13 @@ class ObjectStore(FeatureStore):
     def close(self) -> None:
         """Let the reading threads end."""
         self._bucket.close()
+
+    @contextmanager
+    def _named(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except SampleCorrupt as error:
+            raise error.found_in(f"{self.uri}/{key}") from None
 
     def _write(self, key: str, writer: "TensorWriter", subject: str) -> bool:
         for _ in writer.chunks():

@@ -169,8 +169,8 @@ class TensorReader:
         digests = self._header.digests(self.name)
         for key, found in self._hashes.items():
             if found.hexdigest() != digests[key]:
-                what = f"checksum of {key} differs" + (f" in {self._key}" if self._key else "")
-                raise SampleCorrupt(self.name, what, wanted=digests[key], got=found.hexdigest())
+                what = f"checksum of {key} differs"
+                raise SampleCorrupt(self.name, what, wanted=digests[key], got=found.hexdigest(), where=self._key)
         return {key: self._view(key) for key in self._header.tensors}
 
     def _place(self, key: str) -> tuple[int, int]:

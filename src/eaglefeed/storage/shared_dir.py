@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import ConfigError, SampleCorrupt, SampleMissing, StorageError
+from eaglefeed.errors import ConfigError, SampleCorrupt, SampleDenied, SampleMissing, StorageError
 from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage import files
 from eaglefeed.storage.base import (
@@ -41,6 +41,7 @@ __all__ = ["SharedDirStore"]
 T = TypeVar("T")
 
 _SHM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MODE_FIX = "let this user read the store: chmod -R a+rX {0}, and a umask of 022 (002 in one group) from now on"
 _SHM_ROOT = Path("/dev/shm/eaglefeed")  # noqa: S108  (what shm:// is)
 
 
@@ -51,7 +52,7 @@ class SharedDirStore(FeatureStore):
         root: the folder.
         durability: what `put` waits for; see open_store.
         verify: whose digests `get` checks.
-        clock: tells the age of leftovers.
+        clock: tells the age of leftovers where the file system, which dates them, does not say what time it has.
 
     Raises:
         ConfigError: the folder cannot be made or opened.
@@ -138,7 +139,7 @@ class SharedDirStore(FeatureStore):
 
     def sweep(self, older_than_s: float, *, dry_run: bool = False) -> Swept:
         """See FeatureStore.sweep."""
-        now_s = self._clock.time()
+        now_s = self._folder.time() or self._clock.time()
         folders = [".", *self._folder.folders()]
         swept = [self._folder.remove_leftovers(folder, older_than_s, now_s, dry_run=dry_run) for folder in folders]
         return Swept(sum(each.removed for each in swept), sum(each.stuck for each in swept))
@@ -146,6 +147,10 @@ class SharedDirStore(FeatureStore):
     def health(self) -> StoreHealth:
         """See FeatureStore.health."""
         return self._folder.health()
+
+    def probe(self) -> None:
+        """See FeatureStore.probe: a write, a sync and a link."""
+        self._folder.probe()
 
     def put_document(self, name: str, data: bytes) -> bool:
         """See FeatureStore.put_document."""
@@ -192,6 +197,8 @@ class SharedDirStore(FeatureStore):
                 return read(fd)
         except SampleMissing:
             return None
+        except SampleDenied as error:  # no fault of the sample at hand
+            raise ConfigError(error.what, subject=name, got=error.got, fix=_MODE_FIX.format(self.root)) from None
 
 
 def _split(key: str) -> tuple[str, str]:
