@@ -212,7 +212,7 @@ class NoProducers(QueueError):
 
 
 class QueueUnavailable(QueueError):
-    """The server did not answer, is still loading, refuses connections, is a replica, or has no memory left (is_full)."""
+    """The server did not answer, is loading, refuses connections, is a replica, or has no memory left (`is_full`)."""
 
     retryable = True
 
