@@ -20,7 +20,7 @@ def work(queue: LeaseQueue, name: str) -> list[str]:
         own = f"{name}-{number}"
         assert queue.put([QueueItem(own, _payload(own), stored_bytes=1 + number)])[:2] == (1, 0)
         assert queue.find([own])[0].payload == _payload(own)
-        got = queue.lease(2, visibility_timeout_s=LONG_S, consumer=name)
+        got = queue.lease(2, visibility_timeout_s=LONG_S, consumer=name, wait_s=30)
         assert isinstance(got, Lease)
         assert all(item.payload == _payload(item.id) for item in got.items)
         assert queue.renew(got.token, visibility_timeout_s=LONG_S) >= got.deadline_ms

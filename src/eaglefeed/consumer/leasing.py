@@ -11,7 +11,7 @@ from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.holdings import Holdings
-from eaglefeed.queue.rules import LAST_ERROR
+from eaglefeed.queue.rules import last_error
 from eaglefeed.schema.refs import decode_ref
 
 __all__ = ["Leaser", "reason_of"]
@@ -190,6 +190,5 @@ class Leaser:
             self._warned = True
 
     def _without_producers(self, num_prompts: int) -> NoProducers:
-        records = self._bear(self._samples.agreed)
-        words = records.get(LAST_ERROR + "producer", b"").decode(errors="replace")
+        words = last_error(self._bear(self._samples.agreed), "producer")
         return NoProducers(num_prompts=num_prompts, grace_s=self._grace_s, last_error=words)

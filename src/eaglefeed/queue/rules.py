@@ -1,7 +1,7 @@
 """What every queue keeps alike: names, ids, digests, chunks, backoff and the words of a dead letter."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -29,6 +29,7 @@ __all__ = [
     "epoch_of",
     "epoch_queue",
     "groups_are_fixed",
+    "last_error",
     "last_words",
     "prompts_of",
     "samples_of",
@@ -204,6 +205,11 @@ def short_reason(reason: str) -> str:
     """Bound a reason, so that a long exception text does not fill the server."""
     text = reason.encode(errors="backslashreplace").decode()  # it may quote data that is no text
     return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
+
+
+def last_error(record: Mapping[str, bytes], role: str) -> str:
+    """What a run's record says of the last error that ended a worker of `role`; "" for none."""
+    return record.get(LAST_ERROR + role, b"").decode(errors="replace")
 
 
 def last_words(worker: str, error: str) -> str:
