@@ -1,8 +1,10 @@
 """Servers that refuse for a while are waited for; those that would lose work are refused; large keys block nobody."""
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -167,6 +169,21 @@ def test_a_server_that_starts_later_is_waited_for_at_the_start(tmp_path: Path) -
     finally:
         client.close()
         started[0].close()
+
+
+def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = socket.getaddrinfo, list[str]()
+
+    def unknown_at_first(host: str, *args: Any, **options: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
+    with fake_server(then()) as server:
+        connect(server.url.replace("127.0.0.1", "queue.example"), max_wait_s=30).close()
+    assert asked == ["queue.example"] * 3
 
 
 # servers that would lose work

@@ -111,6 +111,8 @@ def reason_of(error: Exception) -> str:
 def away(address: str, error: Exception) -> QueueUnavailable:
     """What is told of an error that did not pass in time."""
     fix = next((fix for start, fix in _PASSING.items() if str(error).startswith(start)), "")
+    if isinstance(error, exceptions.BusyLoadingError):
+        fix = "wait until it has read its file, or raise queue.max_wait_s"
     return QueueUnavailable(address, reason_of(error), fix=fix)
 
 

@@ -52,7 +52,9 @@ end
 local now = now_ms()
 local state = call('HMGET', q.state, 'token', 'session', 'restoring', 'leased')
 local leased = tonumber(state[4] or 0)
-if tonumber(state[1] or 0) < tonumber(ARGV[5]) then return {'lost', call('HEXISTS', q.ctl, 'groups')} end
+if tonumber(state[1] or 0) < tonumber(ARGV[5]) then
+  return {'lost', call('HGET', q.ctl, 'groups') and 1 or 0}
+end
 if ARGV[4] ~= (state[2] or '0') then return {'session', state[2] or '0'} end
 if state[3] then return {'empty', text(now + RESTORE_POLL_MS), text(now)} end
 
