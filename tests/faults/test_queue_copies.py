@@ -15,6 +15,7 @@ from faults.queue_sharer import NUM_PROCESSES, NUM_ROUNDS, child, fail, work
 from queue_steps import LONG_S, counts, ids, lease
 
 
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
 def test_processes_that_are_spawned_with_a_queue_get_their_own_replies(client: QueueClient) -> None:
     """500 rounds of 5 to 6 calls in 5 processes, the parent among them, on one queue."""
     queue = open_queue(client, "run", "samples")
@@ -59,6 +60,7 @@ def test_a_loaders_forked_workers_are_refused_and_their_parent_goes_on(queue: Le
     assert ids(lease(queue, 9)) == ["i1", "i2", "i3", "i4", "i5"]
 
 
+@pytest.mark.parametrize("server", ["valkey"], indirect=True)
 def test_an_error_of_a_pools_worker_reaches_its_parent_whole(server: EmbeddedServer) -> None:
     """One that could not be taken apart and put together again would leave the pool waiting for ever."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
