@@ -94,10 +94,18 @@ class EaglefeedError(Exception):
         text = "; ".join([", ".join([head, *facts]), *([self.fix] if self.fix else [])])
         return _without_logins(text)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As it is to another process: a loader's or a pool's worker hands its error to the one that waits for it."""
+        return _remade, (type(self), self.args), self.__dict__
+
     @staticmethod
     def text_of(error: BaseException) -> str:
         """The class and the text of any error, whose addresses have lost their user and password."""
         return _without_logins(f"{type(error).__name__}: {error}")
+
+
+def _remade(kind: type[EaglefeedError], args: tuple[object, ...]) -> EaglefeedError:
+    return kind.__new__(kind, *args)
 
 
 def _without_logins(text: str) -> str:
@@ -171,6 +179,11 @@ class StaleLease(QueueError):
         error = cls(operation, 0)
         error.what, error.wanted, error.got = f"{operation} refused, its session is over", newest, session
         error.fix = "stop this trainer: a newer one restored a checkpoint and goes on from there"
+        if session > newest:
+            error.what = (
+                f"{operation} refused, the server knows no such session: it went back to older data, or lost it"
+            )
+            error.fix = "start this trainer again: it goes on from its newest checkpoint"
         if not session:
             error.fix = (
                 "this group has checkpoints: call restore(step) first and pass its session (a stream: load_state_dict)"
@@ -193,19 +206,20 @@ class NoProducers(QueueError):
 
     retryable = True
 
-    def __init__(self, *, num_prompts: int, grace_s: float) -> None:
-        self.num_prompts = num_prompts
+    def __init__(self, *, num_prompts: int, grace_s: float, last_error: str = "") -> None:
+        self.num_prompts, self.last_error = num_prompts, last_error
         what = f"no producer has been alive for {grace_s:g} s and {num_prompts} prompts remain"
+        what += f"; a producer's last error: {last_error}" if last_error else ", and none said why it ended"
         super().__init__(what, fix="start `eaglefeed produce` on this run, or wait with train.no_producers=wait")
 
 
 class QueueUnavailable(QueueError):
-    """The server did not answer, is still loading, refuses connections or is a replica."""
+    """The server did not answer, is loading, refuses connections, is a replica, or has no memory left (`is_full`)."""
 
     retryable = True
 
-    def __init__(self, address: str, reason: str, *, fix: str = "") -> None:
-        self.address, self.reason = address, reason
+    def __init__(self, address: str, reason: str, *, fix: str = "", is_full: bool = False) -> None:
+        self.address, self.reason, self.is_full = address, reason, is_full
         what = reason if fix else f"not reachable ({reason})"  # with a fix of its own, it did answer
         super().__init__(what, subject=address, fix=fix or "check that the server runs and is reachable")
 

@@ -115,6 +115,13 @@ _WORKER_METRICS = (
         (*_GROUP, "outcome"),
         Shower.WORKER,
     ),
+    Metric(
+        "eaglefeed_queue_repeats_total",
+        _COUNTER,
+        "Calls to the queue that were sent again: its server was away or refused for a while, or a reply was lost.",
+        ("run",),
+        Shower.WORKER,
+    ),
     Metric("eaglefeed_producer_samples_total", _COUNTER, "Samples handed off.", ("run",), Shower.PRODUCER),
     Metric("eaglefeed_producer_tokens_total", _COUNTER, "Tokens of those.", ("run",), Shower.PRODUCER),
     Metric("eaglefeed_producer_bytes_total", _COUNTER, "Stored bytes of those.", ("run",), Shower.PRODUCER),

@@ -61,6 +61,8 @@ class QueueSection(_Section):
     """How long a worker may make no progress and still renew its leases."""
     max_lease_age_s: Annotated[float, Field(gt=0)] = 1800.0
     """Age beyond which no lease is renewed."""
+    max_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    """How long a server that is away or loads its file is waited for, at the start and by each call."""
     max_deliveries: Annotated[int, Field(gt=0)] = 5
     """Crashes while leased alone, or failures, after which an item becomes a dead letter."""
     max_depth: Annotated[int, Field(gt=0)] = 1_000_000

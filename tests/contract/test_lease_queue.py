@@ -77,7 +77,7 @@ def test_an_empty_put_only_tells_the_depth(bench: Bench) -> None:
     assert filled(bench, "a").put([]) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("bad", ["", "two\nlines", "x" * 257])
+@pytest.mark.parametrize("bad", ["", "two\nlines", "x" * 257, "half \ud800"])
 def test_an_id_that_cannot_be_kept_is_refused(bench: Bench, bad: str) -> None:
     with pytest.raises(InputError):
         bench.queue("samples").put([QueueItem(bad, b"")])

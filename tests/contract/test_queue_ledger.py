@@ -2,6 +2,7 @@
 
 import threading
 
+from eaglefeed.queue import rules
 from eaglefeed.queue.base import LeaseQueue
 from queue_servers import Bench
 from queue_steps import (
@@ -204,3 +205,18 @@ def test_a_purge_leaves_of_the_runs_record_all_but_its_instance(bench: Bench) ->
     bench.queue("samples.e1").agree("instance", b"y")
     bench.queue("samples.e1").purge()
     assert samples.agreed() == {"contract": b"c", "former:x": b"1", "former:y": b"1"}
+
+
+def test_the_last_error_of_a_role_stands_in_the_runs_record_and_a_clean_end_leaves_none(bench: Bench) -> None:
+    prompts, samples = bench.queue("prompts"), bench.queue("samples")
+    prompts.beat("producer", "p1")
+    prompts.farewell("producer", "p1")
+    assert rules.last_error(samples.agreed(), "producer") == ""
+    prompts.farewell("producer", "p2", error="no GPU \ud800")
+    samples.farewell("trainer", "t", error="other")
+    prompts.farewell("producer", "p3", error="x" * 9999)
+    told = rules.last_error(samples.agreed(), "producer")
+    assert told.startswith("p3: xxx")
+    assert len(told) == 500
+    assert rules.last_error(samples.agreed(), "trainer") == "t: other"
+    assert prompts.stats().workers == {}

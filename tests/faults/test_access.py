@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from eaglefeed.queue import connect, journal, open_queue
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.queue.connection import NotPermitted
 from faults.access_server import RIGHTS, ROOT, SERVERS, TEMPLATE, Server, started
+from faults.processes import wait_until
 
 SOURCES = ROOT / "src" / "eaglefeed" / "queue"
 pytestmark = pytest.mark.skipif(not SERVERS, reason="no server is installed")
@@ -43,13 +45,33 @@ def commands_of_the_client() -> set[str]:
 
 def test_the_acl_file_lists_the_commands_of_scripts_and_client_one_by_one_and_no_other() -> None:
     default, user = TEMPLATE.splitlines()
-    assert default == "user default reset off"
+    assert default == "user default reset off ~* &* +@all", "nobody logs in as it, and Redis reads its file as it"
     head, listed = user.split(" -@all ")
     assert head == "user eaglefeed reset on >PASSWORD ~eaglefeed:* resetchannels"
     # scripts are sent packed; and the connection itself selects a database, for an address with another one than 0
     wanted = commands_of_scripts() | commands_of_the_client() | {"EVALSHA", "SELECT"}
     rights = " ".join(f"+{command.lower()}" for command in sorted(wanted))
     assert listed == rights, f"the file's line should end with: {rights}"
+
+
+@pytest.mark.parametrize("kind", sorted(SERVERS))
+def test_a_server_of_these_users_reads_its_file_again(kind: str, tmp_path: Path) -> None:
+    """Redis plays what scripts wrote as the default user: one without rights loses the run at every restart."""
+    with started(kind, tmp_path) as killed:
+        client = killed.user()
+        queue = open_queue(client, "run", "prompts")
+        queue.put([QueueItem(f"p{index}", b"x") for index in range(9)])
+        held = lease(queue, 3)
+        assert queue.ack(held.token, ["p0"]).ok == ("p0",)
+        wait_until(lambda: b"aof_buffer_length:0\r" in killed.admin.call("INFO", "persistence"))
+        client.close()
+    with started(kind, tmp_path) as again:
+        client = again.user()
+        stats = open_queue(client, "run", "prompts").stats()
+        assert (stats.ready, stats.leased, stats.done) == (6, 2, 1)
+        client.close()
+        with pytest.raises(ConfigError, match="refuses the log-in"):
+            connect(again.url.replace("eaglefeed@", ""), max_wait_s=0.5)
 
 
 def lease(queue: LeaseQueue, n: int = 9, **options: Any) -> Lease:

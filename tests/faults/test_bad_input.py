@@ -14,6 +14,7 @@ import pytest
 from fake_server import fake_server, info
 
 from commands import Ended, Shell, conversation, save_tiny_target, write_rows
+from eaglefeed.cli import queue as queue_commands
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,26 @@ def test_a_server_that_is_away(shell: Shell) -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"redis://127.0.0.1:{unused.getsockname()[1]}/0"
     _one_line(shell.run("queue", "stats", "--redis", address), 4, "127.0.0.1", "not reachable")
+
+
+@pytest.mark.parametrize(
+    "command", [["feed", "conversations.jsonl"], ["produce"], ["train"], ["queue", "purge", "--yes"]]
+)
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"-LOADING Redis is loading the dataset in memory\r\n", "raise queue.max_wait_s"),
+        (None, "check that the server runs"),
+    ],
+)
+def test_every_role_waits_for_a_server_as_long_as_it_is_told_and_ends_with_one_line(
+    shell: Shell, rows: Path, command: list[str], answer: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_commands, "_OUTAGE_S", 0.3)
+    with fake_server(lambda _command: answer) as server:
+        ended = shell.run(*command, "--redis", server.url, "queue.max_wait_s=0.3")
+    _one_line(ended, 4, "127.0.0.1", told)
+    assert len(server.seen) > 1
 
 
 def test_a_server_that_is_too_old(shell: Shell) -> None:

@@ -129,6 +129,7 @@ def test_a_waiting_lease_whose_connection_is_dead_but_open_returns_what_is_put_a
         proxy.plan = lambda request: Loss.SILENCE if request.name == "BLPOP" and request.nth == 1 else None
         proxy.after_loss = lambda _: queue.put(items("new"))
         got = open_queue(behind, "run", "samples").lease(5, visibility_timeout_s=LONG_S, consumer="c", wait_s=60)
+        assert behind.num_repeats == 1  # which a metric counts
         behind.close()
     assert isinstance(got, Lease)
     assert ids(got) == ["new"]

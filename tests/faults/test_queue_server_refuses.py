@@ -1,12 +1,16 @@
 """Servers that refuse for a while are waited for; those that would lose work are refused; large keys block nobody."""
 
+import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from eaglefeed.cli.common import RunQueues
-from eaglefeed.errors import QueueError, QueueUnavailable, UnsafeServer
+from eaglefeed.errors import ConfigError, EaglefeedError, QueueError, QueueUnavailable, UnsafeServer
 from eaglefeed.ops.bottleneck import bottleneck
 from eaglefeed.ops.facts import read_run
 from eaglefeed.queue import EmbeddedServer, connect, open_queue
@@ -115,7 +119,82 @@ def test_a_refusal_that_does_not_pass_is_an_error_at_once() -> None:
         client.close()
 
 
+@pytest.mark.parametrize(
+    ("refusal", "kind", "told"),
+    [
+        (b"-MOVED 1234 10.0.0.1:7001\r\n", ConfigError, r"cluster .* got MovedError: 1234 10\.0\.0\.1:7001"),
+        (b"-ASK 1234 10.0.0.1:7001\r\n", ConfigError, "use a server outside of a cluster"),
+        (b"-CROSSSLOT Keys in request don't hash to the same slot\r\n", ConfigError, "outside of a cluster"),
+        (b"-DENIED Redis is running in protected mode because ...\r\n", ConfigError, "give it a password"),
+        (b"-ERR DB index is out of range\r\n", ConfigError, "no such database"),
+        (b"-NOAUTH Authentication required.\r\n", ConfigError, "refuses the log-in"),
+        (b"-WRONGPASS invalid username-password pair or user is disabled.\r\n", ConfigError, "user and password"),
+        (b"-NOPERM User x has no permissions to run the 'info' command\r\n", ConfigError, r"users\.acl\.template"),
+        (b"-ERR unknown command 'EVALSHA', with args beginning with: \r\n", QueueError, "rename no command"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", ConfigError, "no Redis or Valkey server.*check host and port"),
+        (b"\x15\x03\x01\x00\x02\x02", ConfigError, "rediss:// where it speaks TLS"),
+    ],
+)
+def test_a_refusal_that_a_user_can_mend_says_how_at_once(refusal: bytes, kind: type[EaglefeedError], told: str) -> None:
+    with fake_server(lambda command: info() if command[0] == b"INFO" else refusal) as server:
+        client = connect(server.url, max_wait_s=20)
+        with pytest.raises(kind, match=told):
+            open_queue(client, "run", "samples").has_room()
+        assert server.names() == ["INFO", "HGET"]
+        client.close()
+
+
+def test_a_server_without_info_config_or_memory_of_scripts_is_used() -> None:
+    def answer(command: list[bytes]) -> bytes:
+        return (
+            b"$1\r\n1\r\n" if command[0] == b"HGET" else b"-ERR unknown command 'INFO', with args beginning with: \r\n"
+        )
+
+    with fake_server(answer) as server, structlog.testing.capture_logs() as logs:
+        client = connect(server.url)
+        assert not open_queue(client, "run", "samples").has_room()
+        client.close()
+    assert [entry["what"] for entry in logs] == ["cannot verify role, maxmemory_policy, aof_enabled, redis_version"]
+
+
+def test_a_server_that_starts_later_is_waited_for_at_the_start(tmp_path: Path) -> None:
+    started = list[EmbeddedServer]()
+    later = threading.Timer(0.5, lambda: started.append(EmbeddedServer(tmp_path / "queue").__enter__()))
+    later.start()
+    client = connect(f"unix://{tmp_path}/queue/server.sock", max_wait_s=60)
+    later.join()
+    try:
+        assert open_queue(client, "run", "samples").put(items("a")).accepted == 1
+        assert client.num_repeats > 0
+    finally:
+        client.close()
+        started[0].close()
+
+
+def test_a_name_that_nobody_knows_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = socket.getaddrinfo, list[str]()
+
+    def unknown_at_first(host: str, *args: Any, **options: Any) -> Any:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return ask("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
+    with fake_server(then()) as server:
+        connect(server.url.replace("127.0.0.1", "queue.example"), max_wait_s=30).close()
+    assert asked == ["queue.example"] * 3
+
+
 # servers that would lose work
+
+
+def test_a_sentinel_is_no_server_and_a_clusters_node_is_warned_of() -> None:
+    with fake_server(lambda _: info(redis_mode="sentinel")) as server, pytest.raises(UnsafeServer, match="a Sentinel"):
+        connect(server.url)
+    with fake_server(lambda _: info(cluster_enabled="1")) as server, structlog.testing.capture_logs() as logs:
+        connect(server.url).close()
+    assert ["a node of a cluster" in entry["what"] for entry in logs] == [True]
 
 
 def test_a_server_that_may_evict_the_queue_is_refused(server: EmbeddedServer, client: QueueClient) -> None:

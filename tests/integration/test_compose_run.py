@@ -1,9 +1,11 @@
 """Every service of docker-compose.yml that is ours, and its Redis, run as processes of this machine."""
 
 import json
+import os
 import shutil
 import signal
 import stat
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 import yaml
 
 from compose_local import LocalRun, Running
+from eaglefeed.queue import connect, open_queue
+from eaglefeed.queue.base import Lease, QueueItem
 from tiny_target import tiny_model, tiny_tokenizer, turns
 
 NUM_CONVERSATIONS = 12
@@ -145,6 +149,27 @@ def test_a_wrong_password_is_one_line_and_exit_code_2(local: LocalRun) -> None:
     assert line.startswith("eaglefeed: ")
     assert "not-the-password" not in line
     assert_nothing_shows_a_secret(local)
+
+
+def test_a_killed_redis_comes_back_with_all_that_was_put_leased_and_done(local: LocalRun) -> None:
+    start_redis(local)
+    url = f"redis://eaglefeed@127.0.0.1:{local.port}/0"
+    client = connect(url, password_file=local.secret())
+    queue = open_queue(client, "compose-test", "prompts")
+    queue.put([QueueItem(f"p{index}", b"prompt") for index in range(100)])
+    held = queue.lease(10, visibility_timeout_s=600, consumer="c")
+    assert isinstance(held, Lease)
+    queue.ack(held.token, [item.id for item in held.items[:4]])
+    time.sleep(1.1)  # what everysec may lose
+    os.kill(local.started[0].process.pid, signal.SIGKILL)
+    local.started[0].process.wait()
+    start_redis(local)
+    stats = queue.stats()
+    assert (stats.ready, stats.leased, stats.done) == (90, 6, 4)
+    assert queue.put([QueueItem(f"p{index}", b"prompt") for index in range(100)])[:2] == (0, 100)
+    assert len(queue.ack(held.token, [item.id for item in held.items[4:]]).ok) == 6
+    client.close()
+    assert list(Path(local.paths["/data"]).glob("appendonlydir/*.aof")), "the volume holds the file"
 
 
 def test_who_is_not_the_queues_user_may_nothing(local: LocalRun) -> None:

@@ -154,6 +154,20 @@ def test_a_server_that_accepts_and_says_nothing_is_told_after_a_while(monkeypatc
     assert [(each.check, each.status) for each in findings] == [("queue.reachable", "fail")]
 
 
+def test_a_server_that_has_no_config_is_looked_at_as_far_as_it_goes(
+    admin: QueueClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = QueueClient.call
+
+    def without_config(client: QueueClient, *command: Any) -> Any:
+        return call(client, *("RENAMED" if word == "CONFIG" else word for word in command))
+
+    monkeypatch.setattr(QueueClient, "call", without_config)
+    findings = look_at(admin)
+    assert worst(findings, "queue.persistence").status == "skipped"
+    assert looked_well(findings), findings
+
+
 def test_the_rights_that_are_tried_are_those_of_the_acl_file() -> None:
     granted = {word.removeprefix("+").upper() for word in GRANTED if word.startswith("+")}
     assert granted == {*RIGHTS, "INFO", "SELECT"}

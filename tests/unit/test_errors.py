@@ -1,4 +1,5 @@
 import inspect
+import pickle
 
 import pytest
 
@@ -48,12 +49,21 @@ def test_a_message_says_what_whom_wanted_got_and_what_next() -> None:
         (errors.SampleMissing("a", "k"), ["a:", "k"]),
         (errors.StoreFull("s", num_bytes=5, free_bytes=3, reason="quota"), ["s:", "5", "3", "quota"]),
         (errors.BuffersHeld(["a", "b"], num_buffers=2, waited_s=9), ["2 are held", "of a, b;", "9 s"]),
-        (errors.NoProducers(num_prompts=3, grace_s=60), ["3 prompts", "60 s"]),
+        (errors.NoProducers(num_prompts=3, grace_s=60), ["3 prompts", "60 s", "none said why"]),
+        (errors.NoProducers(num_prompts=3, grace_s=60, last_error="w: no GPU"), ["3 prompts", "last error: w: no GPU"]),
+        (errors.QueueUnavailable("at", "out of memory", fix="raise it", is_full=True), ["at: out of memory; raise it"]),
+        (errors.StaleLease.of_session("ack", 9, 7), ["wanted 7, got 9", "older data", "start this trainer again"]),
+        (errors.UnsafeServer("x", subject="s"), ["s: x"]),
+        (errors.ContractMismatch("x", subject="s"), ["s: x", "run's contract.json"]),
+        (errors.RankGone("a step", rank=0, missing=[1], timeout_s=5), ["rank 0", "rank 1", "5 s"]),
     ],
 )
-def test_typed_fields_stand_in_the_message(error: errors.EaglefeedError, texts: list[str]) -> None:
-    assert all(text in str(error) for text in texts)
-    assert "\n" not in str(error)
+@pytest.mark.parametrize("travelled", [False, True])
+def test_typed_fields_stand_in_the_message(error: errors.EaglefeedError, texts: list[str], travelled: bool) -> None:
+    told = pickle.loads(pickle.dumps(error)) if travelled else error  # as a worker process hands it to its parent
+    assert (type(told), str(told), vars(told)) == (type(error), str(error), vars(error))
+    assert all(text in str(told) for text in texts)
+    assert "\n" not in str(told)
 
 
 def test_exit_codes() -> None:

@@ -98,20 +98,20 @@ def read_settings(ctx: typer.Context, config: Path | None, **options: object) ->
 
 @contextmanager
 def open_queues(
-    settings: Settings, *, group: str = MAIN_GROUP, max_wait_s: float = 30.0, known: bool = False
+    settings: Settings, *, group: str = MAIN_GROUP, max_wait_s: float | None = None, known: bool = False
 ) -> Iterator[RunQueues]:
     """Connect to the run's queues; without an address, find or start the local server of the run's folder.
 
     Args:
         settings: name the run and the address.
         group: of the samples queue.
-        max_wait_s: how long a server that is out of reach is waited for.
+        max_wait_s: how long a server that is out of reach is waited for; queue.max_wait_s by default.
         known: the run must be there: a look at a run never makes one.
 
     Raises:
         ConfigError: it is not there.
     """
-    folder = settings.run_dir / "queue"
+    folder, max_wait_s = settings.run_dir / "queue", max_wait_s or settings.queue.max_wait_s
     if known and not settings.redis_url and not folder.is_dir():
         fix = "check --run and the folder you are in, or pass --redis with the queue's address"
         raise ConfigError("no such run here", subject=str(settings.run_dir), fix=fix)

@@ -33,7 +33,7 @@ from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
-from eaglefeed.errors import ConfigError, IdConflict, QueueFull
+from eaglefeed.errors import ConfigError, IdConflict, QueueFull, QueueUnavailable
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import has_unknown_shards
@@ -43,7 +43,7 @@ from eaglefeed.storage.base import ENDLESS, FeatureStore, StoreHealth
 __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 
 _CHUNK = 500
-_FULL_WAIT_S = 600.0
+_FULL_WAIT_S, _FULL_PAUSE_S = 600.0, 1.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 _PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
 _DRY_HELP = "Queue nothing: say how much the samples would take, and whether there is room."
@@ -303,7 +303,7 @@ def _without_samples(queues: RunQueues, chunk: list[QueueItem]) -> list[QueueIte
 
 
 def _put(prompts: LeaseQueue, chunk: list[QueueItem], fed: Fed) -> None:
-    """Put a chunk without the ids that stand for something else already; a full queue is waited for."""
+    """Put a chunk without the ids that stand for something else already; a full queue or server is waited for."""
     deadline_s = SYSTEM_CLOCK.monotonic() + _FULL_WAIT_S
     while chunk:
         try:
@@ -312,11 +312,11 @@ def _put(prompts: LeaseQueue, chunk: list[QueueItem], fed: Fed) -> None:
             sys.stderr.write(f"eaglefeed: {error}\n")
             fed.conflicts.append(error.item_id)
             chunk = [item for item in chunk if item.id != error.item_id]
-        except QueueFull as error:
-            if SYSTEM_CLOCK.monotonic() > deadline_s:
+        except (QueueFull, QueueUnavailable) as error:
+            if SYSTEM_CLOCK.monotonic() > deadline_s or not (isinstance(error, QueueFull) or error.is_full):
                 raise
             sys.stderr.write(f"eaglefeed: {error}\n")
-            SYSTEM_CLOCK.sleep(error.retry_after_s)
+            SYSTEM_CLOCK.sleep(_FULL_PAUSE_S)
         else:
             fed.queued, fed.known = fed.queued + result.accepted, fed.known + result.duplicate
             return

@@ -1,7 +1,7 @@
 """`eaglefeed produce`: run the target over prompts."""
 
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from eaglefeed.cli.common import (
     JsonOption,
     RedisOption,
     RunOption,
+    RunQueues,
     StoreOption,
     TargetOption,
     VocabOption,
@@ -30,9 +31,13 @@ from eaglefeed.cli.reports import human_bytes
 from eaglefeed.cli.showing import run_shown, show_producer, showing
 from eaglefeed.cli.snapshots import ProducerSnapshot, starting_snapshot
 from eaglefeed.config import Settings
+from eaglefeed.errors import EaglefeedError
+from eaglefeed.queue import open_queue
 from eaglefeed.storage.options import PeerOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from eaglefeed.producer.engine import Eagle3Target
@@ -86,9 +91,8 @@ def produce(
         stop_on_signals(stop.set),
         ExitStack() as stack,
     ):
-        with journaled(
-            queues, "producer", worker_name(), partial(starting_snapshot, settings, "producer"), goes_on=True
-        ):
+        starting = partial(starting_snapshot, settings, "producer")
+        with _last_words(queues), journaled(queues, "producer", worker_name(), starting, goes_on=True):
             backend = stack.enter_context(loaded)
         if mapping is not None:
             backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
@@ -118,6 +122,18 @@ def produce(
         f"waited {stats.paused_s:.1f} s for room and {stats.write_wait_s:.1f} s for the store"
     )
     emit(as_json, asdict(stats), [line])
+
+
+@contextmanager
+def _last_words(queues: RunQueues) -> "Iterator[None]":
+    """Leave the error for trainers, which would else wait for producers and not know why there are none."""
+    try:
+        yield
+    except Exception as error:
+        prompts = open_queue(queues.client.impatient(), queues.run, queues.prompts.name)
+        with suppress(EaglefeedError):
+            prompts.farewell("producer", worker_name(), error=EaglefeedError.text_of(error))
+        raise
 
 
 def _assets(backend: "Eagle3Target", mapping: "VocabMapping | None") -> "tuple[dict[str, Tensor], dict[str, str]]":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eaglefeed.cli.common import RunQueues, access_token
 from eaglefeed.config import Settings
+from eaglefeed.metrics import Reading
 from eaglefeed.queue.rules import epoch_queue
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def run_shown(shown: "Shown", queues: RunQueues | None) -> "AbstractContextManag
     from eaglefeed.ops.facts import read_run
     from eaglefeed.ops.run_readings import run_readings
 
+    shown.add(lambda: [Reading("eaglefeed_queue_repeats_total", queues.client.num_repeats, (queues.run,))])
     at_once = replace(queues, client=queues.client.impatient())
     return shown.of_run(lambda: run_readings(read_run(at_once, last_points=0)))
 

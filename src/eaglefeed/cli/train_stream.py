@@ -12,7 +12,7 @@ from eaglefeed.cli.replay import check_replayed
 from eaglefeed.cli.showing import run_shown
 from eaglefeed.cli.snapshots import starting_snapshot
 from eaglefeed.config import Settings
-from eaglefeed.queue.rules import epoch_queue
+from eaglefeed.queue.rules import epoch_queue, last_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,8 +87,11 @@ def _wait(settings: Settings, queues: RunQueues, store: "FeatureStore", ranks: "
         watch.look()
         keep_waiting(ranks)
 
+    def why() -> str:
+        return last_error(queues.samples.agreed(), "producer")
+
     timeout_s, look_s = settings.train.start_timeout_s, min(_LOOK_S, ranks.timeout_s / 4)
-    assets = wait_for_run(store, timeout_s=timeout_s, stop=stop, look=look, look_s=look_s)
+    assets = wait_for_run(store, timeout_s=timeout_s, stop=stop, look=look, look_s=look_s, why=why)
     if assets is None:
         return b""
     check_record(queues.samples, assets.contract)

@@ -12,6 +12,7 @@ from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable, StorageErr
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
 from eaglefeed.queue.holdings import Holdings
+from eaglefeed.queue.rules import last_error
 from eaglefeed.schema.refs import decode_ref
 
 __all__ = ["Leaser", "reason_of"]
@@ -200,9 +201,12 @@ class Leaser:
         self._alone_since = now_s if self._alone_since is None else self._alone_since
         if now_s - self._alone_since < self._grace_s:
             return
-        error = NoProducers(num_prompts=stats.unsettled, grace_s=self._grace_s)
         if self._fail_without_producers:
-            raise error
+            raise self._without_producers(stats.unsettled)
         if not self._warned:
-            log.warning("no_producers", reason=str(error))
+            log.warning("no_producers", reason=str(self._without_producers(stats.unsettled)))
             self._warned = True
+
+    def _without_producers(self, num_prompts: int) -> NoProducers:
+        words = last_error(self._bear(self._samples.agreed), "producer")
+        return NoProducers(num_prompts=num_prompts, grace_s=self._grace_s, last_error=words)

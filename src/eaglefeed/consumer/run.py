@@ -108,11 +108,13 @@ def wait_for_run(
     stop: threading.Event,
     look: Callable[[], None] = lambda: None,
     look_s: float = 5.0,
+    why: Callable[[], str] = lambda: "",
     clock: Clock = SYSTEM_CLOCK,
 ) -> RunAssets | None:
     """Wait until the first producer has written the run's contract and assets; None when `stop` is set first.
 
-    Calls `look` first, and every `look_s` of the wait: it raises where the wait is for nothing.
+    Calls `look` first, and every `look_s` of the wait: it raises where the wait is for nothing. `why` tells what ended
+    a producer last.
 
     Raises:
         TargetUnavailable: nobody did in `timeout_s`.
@@ -131,7 +133,7 @@ def wait_for_run(
         if clock.monotonic() > started_s + timeout_s:
             fix = "start `eaglefeed produce` on the same run and store"
             what = f"no producer wrote the run's contract in {timeout_s:g} s"
-            raise TargetUnavailable(what, subject=store.uri, fix=fix)
+            raise TargetUnavailable(what, subject=store.uri, got=why() or None, fix=fix)
         clock.sleep(_POLL_S)
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from redis.exceptions import NoScriptError
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
+from eaglefeed.errors import QueueError
 from eaglefeed.ops.doctor import Finding, Said, fail, look, ok, skipped, warn
 from eaglefeed.ops.wording import human_bytes
 from eaglefeed.queue import open_queue
@@ -165,8 +166,8 @@ def _persistence(client: QueueClient, info: dict[str, str]) -> Iterator[Said]:
         return
     try:
         policy = client.call("CONFIG", "GET", "appendfsync")[1].decode()
-    except NotPermitted:
-        yield skipped("appendfsync: this user may not ask for it", "it should be everysec or always")
+    except (NotPermitted, QueueError):  # a rented server may have no CONFIG for its users
+        yield skipped("appendfsync: the server does not tell this user", "it should be everysec or always")
         return
     if policy == "no":
         yield warn("appendfsync no: a lost machine loses half a minute of acks", "set appendfsync everysec, or always")

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import QueueUnavailable, StorageError, StoreFull
+from eaglefeed.errors import EaglefeedError, QueueUnavailable, StorageError, StoreFull
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.accounts import Accounts, ProducerStats
 from eaglefeed.producer.agreement import RunAgreement
@@ -125,6 +125,7 @@ class ProducerWorker:
             self._prompts, self._samples, self._store, self._accounts.settle, self._keeper.holder
         )
         self._renewer.start()
+        ended_by = ""
         try:
             while not stop.is_set() and self._round(stop):
                 pass
@@ -133,16 +134,19 @@ class ProducerWorker:
             while self._keeper.is_needed(stopping=stop.is_set()):
                 self._show_life()
                 self._clock.sleep(_WAIT_S)
+        except Exception as error:
+            ended_by = EaglefeedError.text_of(error)
+            raise
         finally:
             self._writer.close(_LAST_WRITE_S)
             self._renewer.stop()
-            self._leave()
+            self._leave(ended_by)
         return self.stats
 
-    def _leave(self) -> None:
+    def _leave(self, ended_by: str) -> None:
         try:
             self._accounts.give_all_back("producer ended")
-            self._prompts.farewell("producer", self._name)
+            self._prompts.farewell("producer", self._name, error=ended_by)
         except QueueUnavailable as error:
             log.warning("leases_left_to_run_out", queue=self._prompts.name, reason=str(error))
 

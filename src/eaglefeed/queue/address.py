@@ -3,7 +3,7 @@
 import re
 import ssl
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from eaglefeed.errors import ConfigError
 
@@ -11,6 +11,10 @@ __all__ = ["address_of", "check_authority", "has_password", "read_password"]
 
 _SCHEMES = ("redis", "rediss", "unix")
 _USERINFO = re.compile(r"(?:[A-Za-z0-9._~!$&'()*+,;=:-]|%[0-9A-Fa-f]{2})*")
+_OPTIONS = ("db", "username", "password", "client_name")
+"""What a URL may say beside its place: the rest of a connection is the client's own, such as its timeouts."""
+_RESERVED = "the URL's password holds a reserved character"
+_ENCODE = "percent-encode it, such as %2F for /, or use a password file (queue.password_file)"
 _DATABASE = re.compile(r"(/[0-9]*)?")
 
 
@@ -18,7 +22,8 @@ def address_of(url: str) -> str:
     """The URL without user, password and options.
 
     Raises:
-        ConfigError: another scheme, no number of a database, or a password with characters that a URL cannot hold.
+        ConfigError: another scheme, no host, no number of a database, an option that is the client's own, or a password
+            with characters that a URL cannot hold.
     """
     scheme, separator, rest = url.partition("://")
     if scheme not in _SCHEMES or not separator:
@@ -26,16 +31,34 @@ def address_of(url: str) -> str:
         raise ConfigError("not a server's URL", subject=scheme if separator else "", wanted=wanted)
     userinfo, has_user, place = ("", "", rest) if rest.startswith("/") else rest.rpartition("@")
     if has_user and not _USERINFO.fullmatch(userinfo):
-        fix = "percent-encode it, such as %2F for /, or use a password file"
-        raise ConfigError("the URL's password holds a reserved character", subject=f"{scheme}://…", fix=fix)
+        raise ConfigError(_RESERVED, subject=f"{scheme}://…", fix=_ENCODE)
+    if found := re.search(r"[\x00-\x1f#]", place):  # urlsplit would leave it out, or what follows it
+        what = f"the URL holds a character that must be percent-encoded: {found[0]!r}"
+        raise ConfigError(what, subject=f"{scheme}://…", fix=f"write %{ord(found[0]):02X}, or remove it")
     try:
         parts = urlsplit(f"{scheme}://{place}")
+        _ = parts.port if scheme != "unix" else None  # tells whether it is a number
     except ValueError as error:
         raise ConfigError("not a server's URL", subject=f"{scheme}://…", got=error) from None
     address = f"{scheme}://{parts.netloc}{parts.path}"
+    _check_place(scheme, parts, address)
+    return address
+
+
+def _check_place(scheme: str, parts: SplitResult, address: str) -> None:
     if scheme != "unix" and not _DATABASE.fullmatch(parts.path):
         raise ConfigError("not a server's URL", subject=address, wanted="the number of a database as its path")
-    return address
+    is_somewhere = parts.path if scheme == "unix" else parts.hostname and parts.port != 0
+    if not is_somewhere:  # redis-py would take this machine's default
+        wanted = "the path of a socket" if scheme == "unix" else "a host's name, and a port or none"
+        raise ConfigError("not a server's URL", subject=address, wanted=wanted)
+    for option in filter(None, parts.query.split("&")):
+        name, _, value = option.partition("=")
+        if name not in _OPTIONS and not (scheme == "rediss" and name.startswith("ssl_")):
+            wanted = f"no other options than {', '.join(_OPTIONS)}, and ssl_… for rediss://"
+            raise ConfigError("not a server's URL", subject=address, wanted=wanted, got=ascii(name[:40]))
+        if name in ("username", "password") and ("+" in value or "%" in unquote(value)):  # which would be read twice
+            raise ConfigError(_RESERVED, subject=address, fix=_ENCODE)
 
 
 def has_password(url: str) -> bool:

@@ -106,6 +106,8 @@ class LeaseQueue(ABC):
         Raises:
             StaleLease: `session` is not the group's newest.
             ConfigError: the group was not declared.
+            UnsafeServer: the server has lost the run, which is not the same as one that is drained. One that lost only
+                its newest part, as after a failover, is logged, and what it knows is handed out.
         """
 
     @abstractmethod
@@ -236,8 +238,11 @@ class LeaseQueue(ABC):
         """Show a sign of life as `role` ("producer" or "trainer"); shared by all queues of the namespace."""
 
     @abstractmethod
-    def farewell(self, role: str, worker: str) -> None:
-        """Take the sign of life back at a clean end."""
+    def farewell(self, role: str, worker: str, *, error: str = "") -> None:
+        """Take the sign of life back at the end; an `error` that ended it is kept as rules.LAST_ERROR of its role.
+
+        It stands in the run's record, so that who waits for such workers can say why there are none.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -53,7 +53,7 @@ def check_server(address: str, info: dict[str, str]) -> None:
 
 def judge(info: dict[str, str]) -> list[Verdict]:
     """All that a server's INFO says against it."""
-    verdicts = [_judge_version(info), _judge_role(info), _judge_policy(info)]
+    verdicts = [_judge_mode(info), _judge_version(info), _judge_role(info), _judge_policy(info)]
     if info.get("aof_enabled") == "0":
         verdicts.append(_warning("no append-only file: a restart of the server loses the run", "set appendonly yes"))
     missing = [name for name in ("role", "maxmemory_policy", "aof_enabled", "redis_version") if name not in info]
@@ -73,6 +73,16 @@ def refuses_writes(info: dict[str, str]) -> str:
     if info.get("rdb_last_bgsave_status", "ok") != "ok":
         return "its last snapshot failed, and it may refuse writes: free space on its disk, or see its log"
     return ""
+
+
+def _judge_mode(info: dict[str, str]) -> Verdict | None:
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
+        fix = "use the address of the primary that it watches"
+        return Verdict(True, "a Sentinel, which keeps nothing", fix, wanted="a primary", got="a Sentinel")
+    if info.get("cluster_enabled") == "1":
+        what = "a node of a cluster: it serves the run only while it keeps the slot of the run's keys"
+        return _warning(what, "use a server outside of a cluster")
+    return None
 
 
 def _judge_role(info: dict[str, str]) -> Verdict | None:

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import redis
 from hiredis import pack_command
@@ -16,10 +16,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import ConfigError, EaglefeedError, QueueError, QueueUnavailable
+from eaglefeed.errors import ConfigError, QueueError
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.address import address_of, check_authority, read_password
 from eaglefeed.queue.checks import check_server
+from eaglefeed.queue.refusals import NotPermitted, away, may_pass, reason_of, refusal
 from eaglefeed.queue.scripts import Keys, Script
 
 __all__ = ["NotPermitted", "QueueClient", "connect", "open_client", "read_info"]
@@ -33,52 +34,33 @@ _POOL_LOOKS, _POOL_POLL_S = 1000, 0.01
 _MAX_CONNECTIONS = 64
 _BACKOFF_S, _MAX_BACKOFF_S = 0.05, 2.0
 
-_REFUSED = (
-    exceptions.BusyLoadingError,
-    exceptions.ReadOnlyError,
-    exceptions.ClusterDownError,
-    exceptions.TryAgainError,
-)
-_PASSING = {
-    "BUSY ": "see which script it runs, and SCRIPT KILL that",
-    "MISCONF ": "free its disk, and see its log",
-    "NOREPLICAS ": "start its replicas, or lower its min-replicas-to-write",
-    "UNBLOCKED ": "",
-}
-"""What passes, and what helps; the last ends a blocking read when a failover makes the server a replica."""
-_CONNECTION = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
-_DENIED_IN_SCRIPT = ("ACL failure in script", "The user executing the script can't")
-_NOT_VOUCHED_FOR = "CERTIFICATE_VERIFY_FAILED"
-_AUTH = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.AuthenticationWrongNumberOfArgsError,
-)
-
-
-class NotPermitted(ConfigError):
-    """The server's user may not use a command."""
-
-    default_fix = "grant it what deploy/users.acl.template lists"
-
 
 class QueueClient:
     """A connection pool to one server. Every call has a deadline and is repeated until then; errors are ours.
 
-    A call whose reply was lost may be carried out twice; scripts that would mind know a call by its `turn`.
+    A call whose reply was lost may be carried out twice; scripts that would mind know a call by its `turn`. A client
+    that is pickled, as for a process that is spawned, comes out as one of its own; in a forked process it may not be
+    used. `num_repeats` counts the calls that were sent again.
 
     Args:
         pool: redis-py's connections, without retries of their own.
         address: how messages call the server; holds no password.
         max_wait_s: how long a call is repeated.
         clock: for the deadline and the pauses.
+        place: the URL and what is secret, which another process needs for a client of its own.
     """
 
     def __init__(
-        self, pool: redis.ConnectionPool, *, address: str, max_wait_s: float = 30.0, clock: Clock = SYSTEM_CLOCK
+        self,
+        pool: redis.ConnectionPool,
+        *,
+        address: str,
+        max_wait_s: float = 30.0,
+        clock: Clock = SYSTEM_CLOCK,
+        place: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
-        self.address, self.max_wait_s, self.clock = address, max_wait_s, clock
-        self.id = secrets.token_hex(8)
+        self.address, self.max_wait_s, self.clock, self._place = address, max_wait_s, clock, place
+        self.id, self.num_repeats = secrets.token_hex(8), 0
         self._pool: Any = pool  # redis-py types only a part of it
         self._idle: list[Any] = [None] * _MAX_CONNECTIONS  # None: not made yet
         self._pid = os.getpid()
@@ -88,9 +70,14 @@ class QueueClient:
     def __repr__(self) -> str:
         return f"QueueClient({self.address!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._place is None:
+            raise TypeError("only a client that knows its server's URL can be pickled")
+        return _open, (*self._place, self.address, self.max_wait_s)
+
     def impatient(self) -> "QueueClient":
         """Another client of the same server that repeats no call: for what may as well not be carried out."""
-        return QueueClient(self._pool, address=self.address, max_wait_s=0.0, clock=self.clock)
+        return QueueClient(self._pool, address=self.address, max_wait_s=0.0, clock=self.clock, place=self._place)
 
     def turn(self, name: str) -> threading.Lock:
         """To be held for a call of `name`: the server keeps one reply a name, so there is one call of it at a time."""
@@ -171,45 +158,16 @@ class QueueClient:
 
     def _give_up_or_wait(self, error: Exception, attempt: int, end_s: float) -> None:
         """Pause before the next attempt, or raise what the caller is told."""
-        if not _time_may_help(error):
-            self._refuse(error)
+        if not may_pass(error):
+            raise refusal(self.address, error) from error
         left_s = end_s - self.clock.monotonic()
         if left_s <= 0:
-            fix = next((fix for start, fix in _PASSING.items() if str(error).startswith(start)), "")
-            raise QueueUnavailable(self.address, _reason(error), fix=fix) from error
+            raise away(self.address, error) from error
+        self.num_repeats += 1
         if attempt == 0:
-            _log.warning("queue_away", address=self.address, reason=_reason(error), max_wait_s=self.max_wait_s)
+            _log.warning("queue_away", address=self.address, reason=reason_of(error), max_wait_s=self.max_wait_s)
         most_s = min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10), left_s)
         self.clock.sleep(random.uniform(0, most_s))  # noqa: S311 - jitter, not a secret
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        text = _reason(error)
-        told: EaglefeedError
-        if isinstance(error, _AUTH):
-            fix = "check the password, or the file it is read from"
-            told = ConfigError("the server refuses the log-in", subject=self.address, got=text, fix=fix)
-        elif _NOT_VOUCHED_FOR in text:
-            fix = "check the host's name, and the certificate of queue.tls_ca_file"
-            told = ConfigError("nobody vouches for this server", subject=self.address, got=text, fix=fix)
-        elif isinstance(error, exceptions.NoPermissionError) or any(words in text for words in _DENIED_IN_SCRIPT):
-            told = NotPermitted("the server's user lacks a permission", subject=self.address, got=text)
-        elif "used memory > 'maxmemory'" in text:
-            told = QueueUnavailable(self.address, "out of memory", fix="raise its maxmemory, or let consumers catch up")
-        else:
-            told = QueueError("the server refuses a command", subject=self.address, got=text)
-        raise told from error
-
-
-def _time_may_help(error: Exception) -> bool:
-    if isinstance(error, _AUTH) or _NOT_VOUCHED_FOR in str(error):
-        return False
-    if isinstance(error, (*_REFUSED, *_CONNECTION)):
-        return True
-    return str(error).startswith(tuple(_PASSING)) or "-READONLY" in str(error)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def connect(
@@ -261,11 +219,11 @@ def open_client(
     options: dict[str, Any] = {"password": secret} if secret is not None else {}
     if tls_ca_file is not None:
         options["ssl_ca_certs"] = check_authority(address, tls_ca_file)
-    return QueueClient(_open(url, address, max_wait_s, options), address=address, max_wait_s=max_wait_s)
+    return _open(url, options, address, max_wait_s)
 
 
-def _open(url: str, address: str, max_wait_s: float, options: dict[str, Any]) -> redis.ConnectionPool:
-    options |= {
+def _open(url: str, own: dict[str, Any], address: str, max_wait_s: float) -> QueueClient:
+    options: dict[str, Any] = own | {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": min(max(max_wait_s, _MIN_ANSWER_S), _MAX_ANSWER_S),
         "socket_connect_timeout": _CONNECT_TIMEOUT_S,
@@ -278,9 +236,9 @@ def _open(url: str, address: str, max_wait_s: float, options: dict[str, Any]) ->
     except (ValueError, TypeError):
         # its text may quote a part of the URL, the password among it
         raise ConfigError(
-            "not a server's URL", subject=address, wanted="redis://[user:password@]host:port/db"
+            "not a server's URL", subject=address, wanted="redis://host:port/db, the host behind user:password@"
         ) from None
-    return pool
+    return QueueClient(pool, address=address, max_wait_s=max_wait_s, place=(url, own))
 
 
 def read_info(client: QueueClient) -> dict[str, str]:

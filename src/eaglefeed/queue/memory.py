@@ -216,10 +216,13 @@ class MemoryLeaseQueue(MemoryView):
         with self._lock:
             self._server.seen(self.namespace)[role, worker] = self._server.now_ms()
 
-    def farewell(self, role: str, worker: str) -> None:
+    def farewell(self, role: str, worker: str, *, error: str = "") -> None:
         """See LeaseQueue."""
         with self._lock:
             self._server.seen(self.namespace).pop((role, worker), None)
+            if error:
+                words = rules.last_words(worker, error)
+                self._server.record(self.namespace)[rules.LAST_ERROR + role] = words.encode()
 
     def close(self) -> None:
         """See LeaseQueue."""

@@ -77,9 +77,14 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
         clock = self._client.clock
         end_s = clock.monotonic() + wait_s
         while True:
-            status, *rest = self._run("lease", n, int(visibility_timeout_s * 1000), who, session)
+            told = self._newest_token, int(self._declared is not None)
+            status, *rest = self._run("lease", n, int(visibility_timeout_s * 1000), who, session, *told)
             if status == b"lease":
+                self._newest_token = max(self._newest_token, int(rest[0]))
                 return replies.read_lease(rest)
+            if status == b"lost":
+                self._note_loss(is_there=bool(rest[0]))
+                continue
             self._check_session("lease", status, rest, session)
             next_ms, now_ms = map(int, rest)
             if 0 < next_ms <= now_ms:
@@ -222,9 +227,11 @@ class RedisLeaseQueue(RedisKeys, LeaseQueue):
         """See LeaseQueue."""
         self._run("beat", f"{role} {worker}", _FORGET_WORKER_MS)
 
-    def farewell(self, role: str, worker: str) -> None:
+    def farewell(self, role: str, worker: str, *, error: str = "") -> None:
         """See LeaseQueue."""
         self._client.call("ZREM", self._run_key("workers"), f"{role} {worker}")
+        if error:
+            self._client.call("HSET", self._run_key("run"), rules.LAST_ERROR + role, rules.last_words(worker, error))
 
     def close(self) -> None:
         """See LeaseQueue."""

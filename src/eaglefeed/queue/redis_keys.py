@@ -11,12 +11,16 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any, Self
 
+from eaglefeed.errors import UnsafeServer
+from eaglefeed.logs import get_logger
 from eaglefeed.queue import rules
 from eaglefeed.queue.base import MAIN_GROUP, MAX_BATCH
 from eaglefeed.queue.connection import QueueClient
 from eaglefeed.queue.scripts import Keys, Script, load
 
 __all__ = ["RedisKeys", "batched"]
+
+_log = get_logger(__name__)
 
 _SHARED = frozenset({"digest", "ref", "seq", "bytes", "pending", "released", "held", "recalled", "ctl", "room"})
 Route = tuple[Keys, str, threading.Lock]
@@ -46,7 +50,11 @@ class RedisKeys:
         self.group = rules.check_name("group", group)
         self._client, self._jitter = client, jitter
         self._declared: tuple[str, ...] | None = None
+        self._newest_token = 0
         self._routes: dict[tuple[str, str], Route] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._client, self.namespace, self.name, self.group)
 
     def key(self, name: str, group: str = "") -> str:
         """The key called `name` in the scripts, of this group or of `group`."""
@@ -99,6 +107,18 @@ class RedisKeys:
         if self._declared is not None and queue._declared is not None:
             self._routes[name, to.name if to else ""] = route
         return route
+
+    def _note_loss(self, *, is_there: bool) -> None:
+        """The server has forgotten what it told this client: all of the run, or its newest part."""
+        self._newest_token = 0
+        if not is_there:
+            self._declared = None
+            fix = "stop all of the run, see why (FLUSHALL, no append-only file, another server), then `eaglefeed store "
+            raise UnsafeServer(
+                "the server lost the run's data", subject=f"{self.namespace}/{self.name}", fix=f"{fix}rebuild` and feed"
+            )
+        fix = "feed again, and start trainers again: they settle what their checkpoints have seen"
+        _log.warning("server_lost_writes", run=self.namespace, queue=self.name, group=self.group, fix=fix)
 
     def _wait_for(self, key: str, wait_s: float) -> None:
         # 0 would wait for ever, and a second is well below the socket's timeout

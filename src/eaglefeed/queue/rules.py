@@ -1,7 +1,7 @@
 """What every queue keeps alike: names, ids, digests, chunks, backoff and the words of a dead letter."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -12,6 +12,7 @@ from eaglefeed.queue.base import MAX_BATCH, LeaseQueue, QueueItem, QueueLimits
 __all__ = [
     "FORMER",
     "INSTANCE",
+    "LAST_ERROR",
     "PAGE",
     "WORKER_GRACE_S",
     "backoff_ms",
@@ -28,6 +29,8 @@ __all__ = [
     "epoch_of",
     "epoch_queue",
     "groups_are_fixed",
+    "last_error",
+    "last_words",
     "prompts_of",
     "samples_of",
     "short_reason",
@@ -40,9 +43,11 @@ WORKER_GRACE_S = 30.0
 """A worker whose last sign of life is older does not live."""
 INSTANCE, FORMER = "instance", "former:"
 """In the run's record: a random id of its queues; and, with such an id behind it, one that a purge made it forget."""
+LAST_ERROR = "last_error:"
+"""In the run's record, with a role behind it: who of them ended with an error last, and with which."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_ID = re.compile(r"[^\n]{1,256}")
+_ID = re.compile("[^\n\ud800-\udfff]{1,256}")  # half a surrogate pair has no bytes
 _CHUNK_BYTES = 8 * 2**20
 _MAX_REASON = 500
 _MAX_DOUBLINGS = 30
@@ -150,7 +155,7 @@ def check_ids(ids: Iterable[str]) -> None:
     for item_id in ids:
         if not _ID.fullmatch(item_id):
             raise InputError(
-                "cannot be an item's id", subject=repr(item_id[:200]), wanted="1 to 256 characters, one line"
+                "cannot be an item's id", subject=ascii(item_id[:200]), wanted="1 to 256 characters of text, one line"
             )
 
 
@@ -198,4 +203,15 @@ def crash_reason(crashes: int, error: str) -> str:
 
 def short_reason(reason: str) -> str:
     """Bound a reason, so that a long exception text does not fill the server."""
-    return reason if len(reason) <= _MAX_REASON else reason[: _MAX_REASON - 1] + "…"
+    text = reason.encode(errors="backslashreplace").decode()  # it may quote data that is no text
+    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 1] + "…"
+
+
+def last_error(record: Mapping[str, bytes], role: str) -> str:
+    """What a run's record says of the last error that ended a worker of `role`; "" for none."""
+    return record.get(LAST_ERROR + role, b"").decode(errors="replace")
+
+
+def last_words(worker: str, error: str) -> str:
+    """What the run's record keeps of an error that ended a worker."""
+    return short_reason(f"{worker}: {error}")

@@ -26,9 +26,11 @@
 --   room        LIST  at most 64 tokens that waiting producers pop
 --   each.dead   HASH  id -> reason
 --   run.replay  HASH  call -> sequence number and reply of this client's last one
--- ARGV   n, visibility timeout ms, consumer, session
+-- ARGV   n, visibility timeout ms, consumer, session, the newest token that this client was given or 0, 1 if it knows
+--        that groups are declared
 -- Reply  {lease, token, deadline, ids, a line each, payloads, deliveries that ended before, or none}
 --        | {empty | commit_due | drained, next ms or 0, now ms} | {session, the newest one}
+--        | {lost, 1 if the queue is there, but as it was before}: the server does not know what it said
 local MAX_LEASES, MAX_ITEMS, RESTORE_POLL_MS = 64, 1000, 50
 
 local noted = call('EXISTS', q.deliveries) == 1 -- whether any delivery ended unsettled, as by a crash
@@ -50,6 +52,9 @@ end
 local now = now_ms()
 local state = call('HMGET', q.state, 'token', 'session', 'restoring', 'leased')
 local leased = tonumber(state[4] or 0)
+if tonumber(state[1] or 0) < tonumber(ARGV[5]) then
+  return {'lost', call('HGET', q.ctl, 'groups') and 1 or 0}
+end
 if ARGV[4] ~= (state[2] or '0') then return {'session', state[2] or '0'} end
 if state[3] then return {'empty', text(now + RESTORE_POLL_MS), text(now)} end
 
@@ -85,6 +90,7 @@ end
 
 local function nothing()
   local ctl, soonest, told = read_ctl(q), 0, 'empty'
+  if ARGV[6] == '1' and not ctl.groups then return {'lost', 0} end
   for _, key in ipairs({q.delayed, q.leases}) do
     local at = tonumber(call('ZRANGE', key, 0, 0, 'WITHSCORES')[2])
     if at and (soonest == 0 or at < soonest) then soonest = at end
