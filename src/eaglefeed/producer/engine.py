@@ -243,7 +243,7 @@ class Eagle3Target(Eagle3TargetBackend):
         if position_ids is None or seq_lens is None or doc_remaining is None:
             return {}
         given = (position_ids, seq_lens, doc_remaining)
-        moved = (tensor.to(self.device).long() for tensor in given)
+        moved = (tensor.to(self.device, torch.int64, copy=True) for tensor in given)  # a batch's tensors are its own
         packing = dict(zip(EAGLE3_PACKING_FEATURES, moved, strict=True))
         check_packing(packing, real)
         if not self._isolates_documents:
