@@ -65,11 +65,12 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     return load_tokenizer(target.name, cache_dir=target.cache_dir, trust_remote_code=target.trust_remote_code)
 
 
-def vocabulary_map(settings: Settings) -> "VocabMapping | None":
+def vocabulary_map(settings: Settings, fingerprint: str) -> "VocabMapping | None":
     """The map that samples are projected with; None for full logits, and for last hidden states without one.
 
     Raises:
         ConfigError: target_probs without a map.
+        SchemaError: it is no map, or one of another tokenizer than that with this fingerprint.
     """
     produce = settings.produce
     if produce.supervision == "logits" or (produce.supervision == "last_hidden_states" and produce.vocab is None):
@@ -79,4 +80,4 @@ def vocabulary_map(settings: Settings) -> "VocabMapping | None":
         raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
     from eaglefeed.schema.vocab import VocabMapping
 
-    return VocabMapping.load(produce.vocab)
+    return VocabMapping.load(produce.vocab).of_tokenizer(fingerprint)

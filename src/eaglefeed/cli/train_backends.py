@@ -72,11 +72,12 @@ class TargetSource:
         from eaglefeed.producer.jsonl import ReadReport
 
         self._settings, self._conversations, self._opened = settings, conversations, opened
-        self._reader = PromptReader(settings, max_positions=opened.info.max_positions)
+        info = opened.info
+        self._reader = PromptReader(settings, max_positions=info.max_positions, vocab_size=info.vocab_size)
         if opened.name != settings.target.name:
             _require_tokens(self._reader.num_tokens, opened, settings.target.name)
         self._read = ReadReport()
-        mapping = _mapping(settings, opened.info.vocab_size)
+        mapping = _mapping(settings, info.vocab_size, self._reader.tokenizer_fingerprint)
         tensors, metadata = opened.assets
         if mapping is not None:
             opened.backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
@@ -180,12 +181,12 @@ def _require_tokens(num_tokens: int, opened: _Opened, own: str) -> None:
         raise ConfigError(what, subject=own, wanted=wanted, got=num_tokens, fix=_NAME_FIX)
 
 
-def _mapping(settings: Settings, vocab_size: int) -> "VocabMapping | None":
+def _mapping(settings: Settings, vocab_size: int, tokenizer: str) -> "VocabMapping | None":
     """The draft vocabulary; a run's own file of settings may name it for its producers."""
     from eaglefeed.schema.vocab import VocabMapping
 
     path = settings.draft.vocab or settings.produce.vocab
-    return VocabMapping.load(path, vocab_size=vocab_size) if path else None
+    return VocabMapping.load(path, vocab_size=vocab_size).of_tokenizer(tokenizer) if path else None
 
 
 def _contract(opened: _Opened, reader: PromptReader, mapping: "VocabMapping | None") -> "RunContract":
