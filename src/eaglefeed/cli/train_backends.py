@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from eaglefeed.cli.common import RunQueues, access_token
 from eaglefeed.cli.prompts import PromptReader
 from eaglefeed.cli.reports import describe_read
+from eaglefeed.cli.targets import compare_target
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.logs import get_logger
@@ -31,6 +32,7 @@ __all__ = ["TargetSource", "target_source"]
 T = TypeVar("T")
 
 _START_S = 120.0
+_SERVE_FIX = "start `eaglefeed serve-target` with {}"
 _NAME_FIX = "pass with --target what the servers serve: its tokenizer and chat template are read from there"
 
 log = get_logger(__name__)
@@ -137,7 +139,7 @@ def _remote(settings: Settings) -> "Iterator[_Opened]":
     )
     with closing(target):
         info = ModelInfo(**_started(target.model_info))
-        _compare_target(settings, info)
+        compare_target(settings, info, "the servers' target has another value", _SERVE_FIX)
         yield _Opened(_common_name(settings.target.name, info.target), target, info, _started(target.target_assets))
 
 
@@ -146,20 +148,6 @@ def _started(call: "Callable[[], T]") -> "T":
     from eaglefeed.consumer.target_outage import bear_target_outage
 
     return bear_target_outage(call, outage_s=_START_S, stop=threading.Event())  # a signal interrupts the process here
-
-
-def _compare_target(settings: Settings, info: "ModelInfo") -> None:
-    """What the servers serve against what was asked for; a default asks for nothing."""
-    for field in settings.target.model_fields_set & {"aux_layer_ids", "dtype"}:
-        wanted, got = getattr(settings.target, field), getattr(info, field)
-        if wanted is not None and wanted != got:
-            fix = f"start `eaglefeed serve-target` with target.{field}={_as_word(wanted)}, or leave it out here"
-            what = "the servers' target has another value"
-            raise ConfigError(what, subject=f"target.{field}", wanted=_as_word(wanted), got=_as_word(got), fix=fix)
-
-
-def _as_word(value: "str | tuple[int, ...]") -> str:
-    return value if isinstance(value, str) else ",".join(map(str, value))
 
 
 def _common_name(own: str, theirs: str) -> str:

@@ -30,6 +30,8 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *
     shapes = {tuple(tensor.shape) for tensor in (input_ids, attention_mask, loss_mask)}
     if len(shapes) != 1 or input_ids.ndim != 2:
         raise SchemaError("ids and masks need one shape", wanted="[B, S]", got=sorted(shapes))
+    if not input_ids.numel():
+        raise SchemaError("no rows or no tokens", wanted="[B, S], both at least 1", got=list(input_ids.shape))
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         if not ((mask == 0) | (mask == 1)).all():
             raise SchemaError(f"{name} is no mask", wanted="0 and 1")
