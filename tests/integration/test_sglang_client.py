@@ -125,6 +125,32 @@ def test_shortened_captures_are_an_error(checkpoint: Checkpoint, model: Any):
         target.generate_batch(IDS, REAL, REAL)
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_the_final_norm_is_applied_once_or_it_is_noticed_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+):
+    own = tiny_model(LAYOUTS["llama"]())
+    own.model.norm.weight.data.copy_(torch.linspace(1, 5, 32))  # so that it shows where it is left out or applied twice
+    own.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(str(tmp_path), dtype="float32")
+    layer = checkpoint.last_layer("cpu")
+
+    def normed(entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = last = layer(entering)[0]
+        for _ in range(times):
+            last = own.model.norm(last)
+        return output, last
+
+    monkeypatch.setattr(Checkpoint, "last_layer", lambda *_: normed)
+    if times != 1:
+        with pytest.raises(TargetMismatch, match="its log probability is not what head and final norm make"):
+            opened(checkpoint, own)
+        return
+    got = opened(checkpoint, own)[0].generate_batch(IDS[:1], REAL[:1], REAL[:1])
+    with torch.no_grad():
+        assert (got.logits[:, :-1] - own(IDS[:1]).logits[:, 1:]).abs().max() < 1e-4
+
+
 def test_answers_are_found_by_their_requests_id_in_whatever_order_they_come(checkpoint: Checkpoint, model: Any):
     target, engine = opened(checkpoint, model)
     ids = torch.arange(1, 9)[:, None].expand(8, 7).contiguous()  # all of one length, so that no count tells them apart
