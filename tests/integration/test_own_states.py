@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pipeline
 from coded_target import HIGH, CodedTarget, H, V
 from eaglefeed.consumer.stream import SampleStream
+from eaglefeed.errors import SchemaError
 from eaglefeed.producer.rows import Rows
 from eaglefeed.producer.server import TargetServer
 from eaglefeed.schema.batch import Eagle3TargetBatch
@@ -126,3 +127,19 @@ def test_what_is_written_to_a_batch_changes_neither_the_next_one_nor_what_was_gi
     for tensor in given.values():
         tensor.zero_()
     assert all(torch.equal(again[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64])
+def test_ids_and_masks_of_any_whole_numbers_become_those_of_the_contract_here_and_on_a_server(
+    kind: torch.dtype,
+) -> None:
+    target, ids = Telling(), torch.tensor([[5, 9, 3, 7]])
+    real, loss = torch.tensor([[1, 1, 1, 0]]), torch.tensor([[0, 1, 1, 0]])
+    with serving(target) as server, closing(server.url) as model:
+        for asked in (target, model):
+            given = ids if kind == torch.bool else ids.to(kind)
+            batch = asked.generate_batch(given, real.to(kind), loss.to(kind))
+            assert {batch.input_ids.dtype, batch.attention_mask.dtype, batch.loss_mask.dtype} == {torch.int64}
+            assert (batch.input_ids.tolist(), batch.loss_mask.tolist()) == ([[9, 3, 0, 0]], [[1, 1, 0, 0]])
+            with pytest.raises(SchemaError, match="no whole numbers"):
+                asked.generate_batch(ids + 0.5, real, loss)

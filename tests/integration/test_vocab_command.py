@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import tiny_target
 from commands import Shell, conversation, run_server, save_tiny_target, write_rows
+from eaglefeed.producer.counts import count_loss_tokens
+from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.schema.vocab import VocabMapping
 
 torch.set_num_threads(1)
@@ -55,6 +57,15 @@ def test_fewer_tokens_than_asked_for_are_filled_up_and_every_sample_has_the_whol
     assert (ended.code, ended.document["produced"]) == (0, 3)
     for shard in (tmp_path / "runs" / "default" / "shards").glob("c-*.safetensors"):
         assert load_file(shard)["target_probs"].shape[-1] == 262
+
+
+def test_only_tokens_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"id": "a", "messages": tiny_target.turns("zzzz", "abb", "yy", "b")}])
+    tokenizer = tiny_target.tiny_tokenizer()
+    counts = count_loss_tokens(path, tokenizer, ReadReport(), max_length=200, vocab_size=V)
+    wanted = {"a": 1, "b": 3, tiny_target.END: 2}  # and none of what the user says, or the template writes
+    assert {tokenizer.convert_ids_to_tokens(i): int(counts[i]) for i in counts.nonzero().flatten().tolist()} == wanted
+    assert counts.shape == (V,)
 
 
 def test_the_share_of_tokens_that_the_draft_can_say_is_told(shell: Shell, rows: Path) -> None:

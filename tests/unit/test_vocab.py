@@ -62,6 +62,12 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(draft: int, always: tup
         VocabMapping.from_counts(counts_of(32), draft_vocab_size=draft, vocab_size=32, always=always)
 
 
+@pytest.mark.parametrize("counts", [torch.tensor([1, -1]), torch.tensor([0.5, 1.0]), torch.ones(1, 4)])
+def test_what_counts_no_tokens_is_refused(counts: torch.Tensor):
+    with pytest.raises(SchemaError, match="not counts of tokens"):
+        VocabMapping.from_counts(counts, draft_vocab_size=2, vocab_size=8)
+
+
 @pytest.mark.parametrize("always", [(32,), (-1,)])
 def test_ids_outside_the_vocabulary_are_refused(always: tuple[int, ...]):
     with pytest.raises(SchemaError, match="beyond the target's vocabulary"):

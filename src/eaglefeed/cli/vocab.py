@@ -31,10 +31,11 @@ def vocab(
 
     tokenizer, report = target_tokenizer(settings), ReadReport()
     name, cache_dir, trusts = settings.target.name, settings.target.cache_dir, settings.target.trust_remote_code
-    width = target_sizes(name, cache_dir, trust_remote_code=trusts).vocab_size
+    sizes = target_sizes(name, cache_dir, trust_remote_code=trusts)
+    width, longest = sizes.vocab_size, min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
     stops = stop_token_ids(name, cache_dir, trust_remote_code=trusts)
     reserved = {*reserved_token_ids(tokenizer), *stops}
-    counts = count_loss_tokens(conversations, tokenizer, report, max_length=settings.feed.max_length, vocab_size=width)
+    counts = count_loss_tokens(conversations, tokenizer, report, max_length=longest, vocab_size=width)
     mapping = VocabMapping.from_counts(
         counts,
         draft_vocab_size=settings.draft.vocab_size,

@@ -141,7 +141,11 @@ class Eagle3Target(Eagle3TargetBackend):
         if selected_token_mask.shape != (self.vocab_size,):
             got = list(selected_token_mask.shape)
             raise SchemaError("the vocabulary map is another target's", wanted=f"[{self.vocab_size}]", got=got)
-        if not torch.equal(selected_token_mask.nonzero().flatten(), selected_token_ids):
+        if selected_token_mask.dtype != torch.bool or selected_token_ids.dtype != torch.int64:
+            dtypes = f"{selected_token_ids.dtype}, {selected_token_mask.dtype}"
+            raise SchemaError("not a vocabulary map", wanted="ids int64 [D], mask bool [V]", got=dtypes)
+        selected = selected_token_mask.nonzero().flatten()
+        if not torch.equal(selected, selected_token_ids) or not len(selected):
             raise SchemaError("the vocabulary map is inconsistent", wanted="ids ascending, as nonzero(mask)")
         return selected_token_ids.to(self.device), selected_token_mask.to(self.device)
 

@@ -65,8 +65,11 @@ class VocabMapping:
 
         Raises:
             ConfigError: D does not fit between the ids in `always` and V.
-            SchemaError: an id outside the vocabulary.
+            SchemaError: an id outside the vocabulary, or counts that are none.
         """
+        if counts.ndim != 1 or counts.is_floating_point() or (counts < 0).any():
+            got = f"{counts.dtype} {list(counts.shape)}"
+            raise SchemaError("not counts of tokens", wanted="whole numbers from 0 on, [up to V]", got=got)
         kept = sorted(set(always))
         if not max(1, len(kept)) <= draft_vocab_size <= vocab_size:
             wanted = f"{max(1, len(kept))} (special and byte tokens) to {vocab_size} (the target's)"
