@@ -130,7 +130,7 @@ def test_what_is_written_to_a_batch_changes_neither_the_next_one_nor_what_was_gi
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64])
-def test_ids_and_masks_of_any_whole_numbers_become_those_of_the_contract_here_and_on_a_server(
+def test_ids_and_masks_of_any_whole_numbers_become_int64_here_and_on_a_server(
     kind: torch.dtype,
 ) -> None:
     target, ids = Telling(), torch.tensor([[5, 9, 3, 7]])
