@@ -12,6 +12,7 @@ from torch import Tensor
 import offline_features
 import tiny_target
 from commands import Ended, Shell, save_tiny_target, write_rows
+from eaglefeed.producer.loading import tokenizer_fingerprint
 from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.eagle3_compact import decode_stored
 from eaglefeed.schema.vocab import VocabMapping
@@ -118,6 +119,20 @@ def test_compact_storage_is_the_runs_choice(shell: Shell, model: Any) -> None:
     assert {each["aux_hidden_states"].dtype for each in stored} == {torch.float8_e4m3fn}
     assert all(len(each["last_hidden_states"]) == int(each["loss_mask"].sum()) for each in stored)
     assert shell.run("train", "--json").document["acked"] == 5
+
+
+def test_a_map_of_another_tokenizer_is_refused_and_the_targets_own_is_taken(shell: Shell, model: Any) -> None:
+    offline_features.write_specforge(Path("features"), offline_features.rows(), model, LAYERS)
+    mapping = VocabMapping.from_ids(torch.arange(200), vocab_size=259)
+    mapping.of_tokenizer("f" * 32).save(Path("theirs"))
+    mapping.of_tokenizer(tokenizer_fingerprint(tiny_target.tiny_tokenizer())).save(Path("ours"))
+    ended = _import(shell, "specforge", "--vocab", "theirs")
+    assert (ended.code, "the vocabulary map is another tokenizer's" in ended.err) == (3, True)
+    assert not list(Path().glob(f"{SHARDS}/*.safetensors"))
+    assert _import(shell, "specforge").code == 0
+    assert (
+        shell.run("train", "--vocab", "ours", "--json").document["acked"] == 5
+    )  # of an import nobody says the tokenizer
 
 
 @pytest.mark.parametrize("form", WRITERS)

@@ -20,23 +20,34 @@ REAL = (torch.arange(9) < torch.tensor([9, 4])[:, None]).long()
 
 
 class Engine:
-    """Captures outputs of layers in ascending order, as nested lists, and says a token and its log probability."""
+    """Captures outputs of layers in ascending order, as nested lists, and says a token and its log probability.
+
+    Answers come in the order of `reorder`: the last one first.
+    """
 
     def __init__(self, model: Any, layers: list[int]) -> None:
         self.model, self.layers = model, sorted(layers)
         self.prompts: list[list[int]] = []
         self.keep: slice = slice(None)
+        self.reorder: Any = lambda answers: answers[::-1]
         self.bias, self.is_down = 0.0, False
 
     def generate(
-        self, *, input_ids: Any, sampling_params: Any, return_hidden_states: bool, return_logprob: bool = False
+        self,
+        *,
+        input_ids: Any,
+        rid: Any,
+        sampling_params: Any,
+        return_hidden_states: bool,
+        return_logprob: bool = False,
     ) -> Any:
         assert (sampling_params["max_new_tokens"], sampling_params["temperature"]) == (1, 0)
         assert return_hidden_states
         if self.is_down:
             raise RuntimeError("scheduler is gone")
         self.prompts += input_ids
-        return [{"meta_info": self.answer(ids)} for ids in input_ids]
+        answers = [{"meta_info": {"id": name} | self.answer(ids)} for name, ids in zip(rid, input_ids, strict=True)]
+        return self.reorder(answers)
 
     def answer(self, ids: list[int]) -> dict[str, Any]:
         with torch.no_grad():
@@ -111,6 +122,56 @@ def test_shortened_captures_are_an_error(checkpoint: Checkpoint, model: Any):
     with pytest.raises(
         TargetMismatch, match=r"captured other states than it was asked for, wanted \[9, 128\], got \[1"
     ):
+        target.generate_batch(IDS, REAL, REAL)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_the_final_norm_is_applied_once_or_it_is_noticed_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+):
+    own = tiny_model(LAYOUTS["llama"]())
+    own.model.norm.weight.data.copy_(torch.linspace(1, 5, 32))  # so that it shows where it is left out or applied twice
+    own.save_pretrained(tmp_path)
+    checkpoint = Checkpoint(str(tmp_path), dtype="float32")
+    layer = checkpoint.last_layer("cpu")
+
+    def normed(entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = last = layer(entering)[0]
+        for _ in range(times):
+            last = own.model.norm(last)
+        return output, last
+
+    monkeypatch.setattr(Checkpoint, "last_layer", lambda *_: normed)
+    if times != 1:
+        with pytest.raises(TargetMismatch, match="its log probability is not what head and final norm make"):
+            opened(checkpoint, own)
+        return
+    got = opened(checkpoint, own)[0].generate_batch(IDS[:1], REAL[:1], REAL[:1])
+    with torch.no_grad():
+        assert (got.logits[:, :-1] - own(IDS[:1]).logits[:, 1:]).abs().max() < 1e-4
+
+
+def test_answers_are_found_by_their_requests_id_in_whatever_order_they_come(checkpoint: Checkpoint, model: Any):
+    target, engine = opened(checkpoint, model)
+    ids = torch.arange(1, 9)[:, None].expand(8, 7).contiguous()  # all of one length, so that no count tells them apart
+    ones = torch.ones_like(ids)
+    wanted = HFEagle3TargetModel(model, AUX).generate_batch(ids, ones, ones).tensors()
+    for order in (lambda found: found, lambda found: found[::-1], lambda found: found[1::2] + found[::2]):
+        engine.reorder = order
+        got = target.generate_batch(ids, ones, ones).tensors()
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(got["input_ids"][:, :-1], ids[:, 1:])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [lambda found: found[1:], lambda found: [*found, found[0]], lambda found: [found[0], {"meta_info": {"id": "x"}}]],
+    ids=["one too few", "one twice", "somebody else's"],
+)
+def test_an_answer_to_another_request_is_refused(checkpoint: Checkpoint, model: Any, fault: Any):
+    target, engine = opened(checkpoint, model)
+    engine.reorder = fault
+    with pytest.raises(TargetMismatch, match="the engine answers other requests"):
         target.generate_batch(IDS, REAL, REAL)
 
 

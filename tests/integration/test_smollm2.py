@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands import Shell, write_rows
 from eaglefeed.errors import TargetUnavailable
 from eaglefeed.producer.chat import Chat, RowFault
 from eaglefeed.producer.loading import (
@@ -21,6 +22,7 @@ from eaglefeed.producer.masking import TokenizedChat, tokenize_chat
 from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.refs import FeatureSpec
 from eaglefeed.schema.values import validate_eagle3_tensors
+from eaglefeed.schema.vocab import VocabMapping
 from tiny_target import turns
 
 pytestmark = pytest.mark.target
@@ -105,10 +107,37 @@ def test_tool_calls_that_the_template_cannot_render_reject_the_row(tokenizer: An
         tokenized(tokenizer, [*turns("q"), {"role": "assistant", "content": "", "tool_calls": calls}])
 
 
-def test_reserved_ids_hold_the_special_tokens_and_single_bytes(tokenizer: Any):
-    reserved = reserved_token_ids(tokenizer)
-    assert {0, 1, 2} <= set(reserved)
-    assert 17 + 200 < len(reserved) <= 17 + 256
+def byte_ids(tokenizer: Any) -> set[int]:
+    """Tokens of one byte, by what byte-level BPE writes: printable ones as themselves, the others from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
+    vocab = tokenizer.get_vocab()
+    return {vocab[letter] for letter in letters if letter in vocab}
+
+
+def test_reserved_ids_are_the_special_tokens_and_single_bytes(tokenizer: Any):
+    added = set(range(17))  # all of SmolLM2's added tokens are special
+    assert set(reserved_token_ids(tokenizer)) == added | byte_ids(tokenizer)
+    assert len(byte_ids(tokenizer)) == 235
+    assert {0, 1, 2} <= added
+
+
+def test_a_map_of_plain_text_can_say_any_bytes_and_the_end_of_a_turn(
+    tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"id": f"r-{n}", "messages": turns(f"what is {n}", f"it is {n} plus {n}, no more")} for n in range(200)]
+    path, shell = write_rows(tmp_path / "rows.jsonl", rows), Shell(capsys)
+    ended = shell.run("vocab", path, "-o", tmp_path / "map", "draft.vocab_size=4096")
+    assert ended.code == 0, ended.err
+    assert "4096 of 49152 tokens, 100.00% of the tokens that are trained on" in ended.out
+    mapping = VocabMapping.load(tmp_path / "map")
+    has = set(mapping.selected_token_ids.tolist())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert byte_ids(tokenizer) | set(range(17)) | {end} <= has
+    short = shell.run("vocab", path, "-o", tmp_path / "short", "draft.vocab_size=251")
+    assert (short.code, (tmp_path / "short").exists()) == (2, False)
+    assert "wanted 252 (special and byte tokens) to 49152 (the target's), got 251" in short.err
 
 
 def test_a_padded_batch_gives_what_each_row_gives_alone(model: Any, tokenizer: Any):

@@ -3,6 +3,8 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,40 @@ def test_the_last_layers_output_is_taken_from_the_capture_that_the_norm_reads(
             HFEagle3TargetModel(model, (6, 0, 2), compact=True).generate_batch(IDS, REAL, LOSS),
         )
         target.close()
+
+
+def loud(tmp_path: Path) -> tuple[Any, Checkpoint]:
+    """A target whose final norm multiplies by 1 to 5, so that it shows where it is left out or applied twice."""
+    model = tiny_model(hf.LlamaConfig(**tiny_sizes(max_position_embeddings=128)))
+    model.model.norm.weight.data.copy_(torch.linspace(1, 5, 32))
+    model.save_pretrained(tmp_path / "loud")
+    return model, Checkpoint(str(tmp_path / "loud"), dtype="float32")
+
+
+def test_the_final_norm_is_applied_once(tmp_path: Path):
+    model, checkpoint = loud(tmp_path)
+    with FakeVLLM(model, [1, 3, 5, 7], tmp_path) as fake, closing(connected(fake, checkpoint)) as target:
+        batch = target.generate_batch(IDS[:1], REAL[:1], LOSS[:1])
+        assert batch.logits is not None
+        with torch.no_grad():
+            wanted = model(IDS[:1]).logits[:, 1:]
+        assert (batch.logits[:, :-1] - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_final_norm_that_is_left_out_or_applied_twice_is_noticed_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+):
+    model, checkpoint = loud(tmp_path)
+    norm = model.model.norm
+    parts = checkpoint.parts("cpu")
+    wrong = replace(parts, norm=torch.nn.Sequential(*[norm] * times))
+    monkeypatch.setattr(Checkpoint, "parts", lambda *_: wrong)
+    with (
+        FakeVLLM(model, [1, 3, 5, 7], tmp_path) as fake,
+        pytest.raises(TargetMismatch, match="its log probability is not what head and final norm make of its states"),
+    ):
+        connected(fake, checkpoint)
 
 
 def test_each_packed_document_is_a_request_of_its_own(opened: VLLMEagle3TargetModel, fake: FakeVLLM, model: Any):

@@ -74,7 +74,9 @@ def test_both_encodings_are_valid(supervision: str) -> None:
     validate_eagle3_ref(samples.ref(samples.tensors(supervision=supervision)))
 
 
-@pytest.mark.parametrize("name", ["aux_hidden_states", "input_ids", "attention_mask", "loss_mask", "position_mask"])
+@pytest.mark.parametrize(
+    "name", ["aux_hidden_states", "input_ids", "attention_mask", "loss_mask", "position_mask", "target_probs"]
+)
 def test_a_missing_feature_is_refused(name: str) -> None:
     with pytest.raises(SchemaError):
         validate_eagle3_ref(_changed(name, None))

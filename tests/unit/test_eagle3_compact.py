@@ -271,6 +271,17 @@ def test_what_is_not_finite_never_comes_back_as_a_number(bad: float) -> None:
     assert to_fp8(values).isnan()[0].tolist() == [[True] * 12, [False] * 12]
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0])
+def test_a_stored_scale_that_would_make_wrong_numbers_is_refused(bad: float) -> None:
+    features = samples.tensors(supervision="last_hidden_states")
+    stored = encode_compact(features, fp8_aux=True, supervised_rows=False)
+    stored["aux_scale"][1, 2, 0] = bad
+    with pytest.raises(
+        SampleCorrupt, match=rf"a-1: aux_scale: not positive, got 1 such, the first at \[1, 2, 0\]: {bad:g}"
+    ):
+        decode_compact(stored, samples.specs(features), sample_id="a-1")
+
+
 def test_the_lookup_of_fp8_numbers_is_torchs_own_cast() -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 256)
     mine = compact._from_fp8(numbers, torch.ones(1, 1, 1), "float32")

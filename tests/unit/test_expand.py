@@ -211,6 +211,8 @@ def test_another_targets_vocabulary_map_and_damaged_metadata_are_refused() -> No
     weight = {"lm_head.weight": torch.zeros(V, H)}
     with pytest.raises(SchemaError, match="the vocabulary map is another target's"):
         TargetHead(weight, {}, T2D[:-1])
+    with pytest.raises(SchemaError, match=r"t2d is no mask, wanted bool \[V\], got torch.int64"):
+        TargetHead(weight, {}, T2D.long())
     with pytest.raises(SchemaError, match="metadata is damaged"):
         TargetHead(weight, {"logit_scale": "two"}, T2D)
 

@@ -196,6 +196,10 @@ def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
         (IDS, REAL * torch.tensor([[1], [0]]), LOSS, "a row without tokens"),
         (IDS, REAL * 2, LOSS, "attention_mask is no mask"),
         (IDS, REAL, LOSS * 3, "loss_mask is no mask"),
+        (IDS, REAL, LOSS / 2, "loss_mask is no mask"),
+        (IDS + 0.5, REAL, LOSS, "input_ids hold no whole numbers, wanted int64, got torch.float32"),
+        (IDS[:, :0], REAL[:, :0], LOSS[:, :0], r"no rows or no tokens, wanted .*, got \[2, 0\]"),
+        (IDS[:0], REAL[:0], LOSS[:0], r"no rows or no tokens, wanted .*, got \[0, 9\]"),
         (IDS + 4, REAL, LOSS, "token id outside the target's vocabulary, wanted 0 to 63, got 64"),
         (torch.ones(1, 257), torch.ones(1, 257), torch.ones(1, 257), "row longer than the target's positions"),
     ],
@@ -231,6 +235,11 @@ def test_a_vocabulary_map_of_another_target_is_refused(llama: HFEagle3TargetMode
         llama.set_vocab_mapping(torch.tensor([3, 9]), mask[:60])
     with pytest.raises(SchemaError, match="inconsistent"):
         llama.set_vocab_mapping(torch.tensor([9, 3]), mask)
+    with pytest.raises(SchemaError, match="inconsistent"):
+        llama.set_vocab_mapping(torch.tensor([], dtype=torch.int64), mask & False)
+    for ids, other in ((torch.tensor([3, 9]), mask.long()), (torch.tensor([3, 9]).int(), mask)):
+        with pytest.raises(SchemaError, match=r"not a vocabulary map, wanted ids int64 \[D\], mask bool \[V\]"):
+            llama.set_vocab_mapping(ids, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

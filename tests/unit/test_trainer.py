@@ -52,6 +52,19 @@ def test_equal_batches_give_equal_weights_bit_for_bit() -> None:
     assert equal(weights(one), weights(other))
 
 
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("encoding", ["logits", "target_probs"])
+def test_samples_of_every_dtype_that_the_contract_allows_train_with_every_dtype_of_products(
+    encoding: str, stored: torch.dtype, products: torch.dtype
+) -> None:
+    batch = make_batch(encoding=encoding)
+    floats = {name: tensor.to(stored) for name, tensor in batch.tensors().items() if tensor.is_floating_point()}
+    wanted = DraftTrainer(make_draft(), SETTINGS).step([batch]).loss
+    got = DraftTrainer(make_draft(), SETTINGS, dtype=products).step([replace(batch, **floats)]).loss
+    assert got == pytest.approx(wanted, rel=0.02)
+
+
 def test_bfloat16_products_leave_weights_moments_and_losses_in_float32() -> None:
     exact, fast = make_trainer(), DraftTrainer(make_draft(), SETTINGS, dtype=torch.bfloat16)
     wanted, got = (trainer.step([make_batch()]) for trainer in (exact, fast))

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from eaglefeed.errors import ConfigError, SchemaError
 from eaglefeed.producer.loading import reserved_token_ids
@@ -60,6 +62,12 @@ def test_a_draft_vocabulary_that_does_not_fit_is_refused(draft: int, always: tup
         VocabMapping.from_counts(counts_of(32), draft_vocab_size=draft, vocab_size=32, always=always)
 
 
+@pytest.mark.parametrize("counts", [torch.tensor([1, -1]), torch.tensor([0.5, 1.0]), torch.ones(1, 4)])
+def test_what_counts_no_tokens_is_refused(counts: torch.Tensor):
+    with pytest.raises(SchemaError, match="not counts of tokens"):
+        VocabMapping.from_counts(counts, draft_vocab_size=2, vocab_size=8)
+
+
 @pytest.mark.parametrize("always", [(32,), (-1,)])
 def test_ids_outside_the_vocabulary_are_refused(always: tuple[int, ...]):
     with pytest.raises(SchemaError, match="beyond the target's vocabulary"):
@@ -86,6 +94,34 @@ def test_any_set_of_ids_comes_back(ids: set[int], vocab_size: int):
     assert int(mapping.t2d.sum()) == mapping.draft_vocab_size == len(ids)
 
 
+@pytest.mark.parametrize("ids", [[-1, 3], [3, 10], [3, 3], []])
+def test_ids_that_are_no_vocabulary_are_refused(ids: list[int]):
+    with pytest.raises(SchemaError):
+        VocabMapping.from_ids(torch.tensor(ids, dtype=torch.int64), vocab_size=10)
+
+
+def test_rows_of_the_head_that_no_token_has_come_in_last():
+    counts, padding = counts_of(10, t5=1), [3, 8, 9]
+    drawn = [
+        VocabMapping.from_counts(
+            counts, draft_vocab_size=size, vocab_size=10, never=padding
+        ).selected_token_ids.tolist()
+        for size in (4, 7, 8, 10)
+    ]
+    assert drawn == [[0, 1, 2, 5], [0, 1, 2, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7], list(range(10))]
+
+
+def test_a_map_of_another_tokenizer_is_refused_and_one_that_does_not_say_is_taken():
+    mapping = VocabMapping.from_ids(torch.tensor([1, 2]), vocab_size=8)
+    own = mapping.of_tokenizer("a" * 32)
+    assert own.tokenizer_fingerprint == "a" * 32
+    assert torch.equal(own.of_tokenizer("a" * 32).d2t, mapping.d2t)
+    with pytest.raises(
+        SchemaError, match=r"another tokenizer's, wanted b{32}, got a{32}; make one with `eaglefeed vocab`"
+    ):
+        own.of_tokenizer("b" * 32)
+
+
 def test_the_digest_tells_maps_apart():
     ids = torch.tensor([1, 2])
     digests = {VocabMapping.from_ids(*args, vocab_size=size).digest for args, size in [((ids,), 8), ((ids,), 9)]}
@@ -105,3 +141,16 @@ def test_reserved_ids_are_the_special_tokens_and_every_single_byte():
     reserved = reserved_token_ids(tokenizer)
     assert reserved == list(range(259))
     assert tokenizer.convert_tokens_to_ids(END) in reserved
+
+
+def test_byte_tokens_of_a_tokenizer_that_falls_back_to_bytes_are_reserved():
+    letters = {token: index for index, token in enumerate(["<unk>", "a", "b", "ab", "é", "word"])}
+    fallback = {f"<0x{byte:02X}>": len(letters) + byte for byte in range(256)}
+    backend = Tokenizer(
+        models.BPE(vocab=letters | fallback, merges=[("a", "b")], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.add_special_tokens(["<end_of_turn>"])
+    reserved = reserved_token_ids(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    assert set(fallback.values()) <= set(reserved)
+    assert {letters["<unk>"], backend.token_to_id("<end_of_turn>")} <= set(reserved)
+    assert not {letters["ab"], letters["word"]} & set(reserved)

@@ -240,9 +240,10 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     from eaglefeed.producer.sizes import Encoding, sample_bytes, target_sizes
     from eaglefeed.schema.prompt import encode_prompt
 
-    sizes = target_sizes(settings.target.name, settings.target.cache_dir)
-    reader = PromptReader(settings, max_positions=sizes.max_positions)
-    mapping = vocabulary_map(settings)
+    target = settings.target
+    sizes = target_sizes(target.name, target.cache_dir, trust_remote_code=target.trust_remote_code)
+    reader = PromptReader(settings, max_positions=sizes.max_positions, vocab_size=sizes.vocab_size)
+    mapping = vocabulary_map(settings, reader.tokenizer_fingerprint)
     produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0
     encoding = Encoding(produce.supervision, produce.aux_storage, produce.supervision_rows, draft_size)
     items = tokens = total = largest = 0

@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from eaglefeed.cli.targets import target_tokenizer
 from eaglefeed.config import Settings
 from eaglefeed.errors import TargetMismatch
 from eaglefeed.interop.features import ImportTarget
 from eaglefeed.producer.checkpoint import Checkpoint
 from eaglefeed.producer.engine import checked_layer_ids
-from eaglefeed.schema.contract import RunContract
+from eaglefeed.producer.loading import tokenizer_fingerprint
+from eaglefeed.schema.contract import IMPORTED, RunContract
 from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION
 from eaglefeed.schema.vocab import VocabMapping
 
@@ -27,7 +29,7 @@ class TargetEnds:
     Raises:
         TargetUnavailable: no such target, or one without safetensors files.
         TargetMismatch: its final norm cannot be found.
-        SchemaError: impossible layers, or another target's vocabulary map.
+        SchemaError: impossible layers, or another target's or tokenizer's vocabulary map.
     """
 
     def __init__(self, settings: Settings, form: str) -> None:
@@ -39,7 +41,9 @@ class TargetEnds:
         if self._parts.norm is None:
             raise TargetMismatch("its final norm cannot be found", subject=target.name)
         self._mapping = VocabMapping.load(path, vocab_size=self._parts.vocab_size) if path else None
-        contract = self._contract(settings, checkpoint, f"imported from {form}")
+        if self._mapping and self._mapping.tokenizer_fingerprint:
+            self._mapping.of_tokenizer(tokenizer_fingerprint(target_tokenizer(settings)))
+        contract = self._contract(settings, checkpoint, f"{IMPORTED}{form}")
         self.target = ImportTarget(contract, self._parts.norm, self._parts.logits)
 
     def assets(self) -> "tuple[dict[str, Tensor], dict[str, str]]":

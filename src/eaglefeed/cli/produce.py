@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from eaglefeed.producer.engine import Eagle3Target
     from eaglefeed.schema.contract import RunContract
@@ -73,12 +74,14 @@ def produce(
         produce__vocab=vocab,
     )
     logs.bind(role="producer", worker=worker_name())
-    from eaglefeed.cli.targets import opened_target, vocabulary_map
+    from eaglefeed.cli.targets import opened_target, target_tokenizer, vocabulary_map
     from eaglefeed.producer.ledger import QueueLedger
+    from eaglefeed.producer.loading import tokenizer_fingerprint
     from eaglefeed.producer.worker import ProducerWorker
     from eaglefeed.storage.janitor import Janitor
 
-    mapping = vocabulary_map(settings)
+    tokenizer = target_tokenizer(settings)
+    mapping = vocabulary_map(settings, tokenizer_fingerprint(tokenizer))
     stop = threading.Event()
     opened = opened_store(settings, keeps=True, peer=PeerOptions(device=settings.target.device))
     is_compact = settings.produce.supervision == "last_hidden_states"
@@ -102,7 +105,7 @@ def produce(
             samples=queues.samples,
             store=shards,
             target=backend,
-            contract=_contract(settings, backend, mapping),
+            contract=_contract(settings, backend, tokenizer, mapping),
             assets=lambda: _assets(backend, mapping),
             run_id=settings.run.id,
             name=worker_name(),
@@ -141,8 +144,9 @@ def _assets(backend: "Eagle3Target", mapping: "VocabMapping | None") -> "tuple[d
     return (tensors | {"t2d": mapping.t2d} if mapping else tensors), metadata
 
 
-def _contract(settings: Settings, backend: "Eagle3Target", mapping: "VocabMapping | None") -> "RunContract":
-    from eaglefeed.cli.targets import target_tokenizer
+def _contract(
+    settings: Settings, backend: "Eagle3Target", tokenizer: "PreTrainedTokenizerBase", mapping: "VocabMapping | None"
+) -> "RunContract":
     from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
     from eaglefeed.schema.contract import RunContract
     from eaglefeed.schema.eagle3 import EAGLE3_SCHEMA_VERSION
@@ -150,7 +154,6 @@ def _contract(settings: Settings, backend: "Eagle3Target", mapping: "VocabMappin
 
     produce = settings.produce
     is_compact = produce.supervision == "last_hidden_states"
-    tokenizer = target_tokenizer(settings)
     return RunContract(
         target=settings.target.name,
         target_fingerprint=backend.fingerprint(),

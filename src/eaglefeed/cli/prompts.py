@@ -21,13 +21,14 @@ class PromptReader:
     Args:
         settings: of the run.
         max_positions: tokens a row of the target may have; None if it does not say.
+        vocab_size: V; rows with ids beyond it are rejected.
     """
 
-    def __init__(self, settings: Settings, *, max_positions: int | None) -> None:
+    def __init__(self, settings: Settings, *, max_positions: int | None, vocab_size: int | None = None) -> None:
         from eaglefeed.producer.loading import template_fingerprint, tokenizer_fingerprint
 
         self._tokenizer, self._feed = target_tokenizer(settings), settings.feed
-        self.num_tokens = len(self._tokenizer)
+        self.num_tokens, self._vocab_size = len(self._tokenizer), vocab_size
         self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
         self.template_fingerprint = template_fingerprint(self._tokenizer)
         self.max_length = min(settings.feed.max_length, max_positions or settings.feed.max_length)
@@ -47,7 +48,7 @@ class PromptReader:
             "template_fingerprint": self.template_fingerprint,
         }
         size, length = self._feed.batch_size, self.max_length
-        rows = read_conversations(path, self._tokenizer, report, max_length=length)
+        rows = read_conversations(path, self._tokenizer, report, max_length=length, vocab_size=self._vocab_size)
         if self._feed.packing:
             for packed in packed_batches(rows, size, length):
                 yield to_packed_prompt(packed, max_length=length, **said)

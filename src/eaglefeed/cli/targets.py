@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eaglefeed.producer.engine import Eagle3Target
     from eaglefeed.schema.vocab import VocabMapping
 
-__all__ = ["opened_target", "target_model", "target_tokenizer", "vocabulary_map"]
+__all__ = ["compare_target", "opened_target", "target_model", "target_tokenizer", "vocabulary_map"]
 
 
 def target_model(settings: Settings) -> "PreTrainedModel":
@@ -65,11 +65,12 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     return load_tokenizer(target.name, cache_dir=target.cache_dir, trust_remote_code=target.trust_remote_code)
 
 
-def vocabulary_map(settings: Settings) -> "VocabMapping | None":
+def vocabulary_map(settings: Settings, fingerprint: str) -> "VocabMapping | None":
     """The map that samples are projected with; None for full logits, and for last hidden states without one.
 
     Raises:
         ConfigError: target_probs without a map.
+        SchemaError: it is no map, or one of another tokenizer than that with this fingerprint.
     """
     produce = settings.produce
     if produce.supervision == "logits" or (produce.supervision == "last_hidden_states" and produce.vocab is None):
@@ -79,4 +80,37 @@ def vocabulary_map(settings: Settings) -> "VocabMapping | None":
         raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
     from eaglefeed.schema.vocab import VocabMapping
 
-    return VocabMapping.load(produce.vocab)
+    return VocabMapping.load(produce.vocab).of_tokenizer(fingerprint)
+
+
+class _Captured(Protocol):
+    """How states were captured."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, int, int]: ...
+
+
+def compare_target(settings: Settings, found: _Captured, what: str, fix: str) -> None:
+    """Hold what was set of the target against what there is; a default asks for nothing.
+
+    Args:
+        settings: the user's.
+        found: a contract, or what servers say of themselves.
+        what: of the error, where the two differ,
+        fix: and how to set the other side, "{}" being the setting.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    for field in settings.target.model_fields_set & {"aux_layer_ids", "dtype"}:
+        wanted, got = getattr(settings.target, field), getattr(found, field)
+        if wanted is not None and wanted != got:
+            fix = f"{fix.format(f'target.{field}={_as_word(wanted)}')}, or leave it out here"
+            raise ConfigError(what, subject=f"target.{field}", wanted=_as_word(wanted), got=_as_word(got), fix=fix)
+
+
+def _as_word(value: "str | tuple[int, ...]") -> str:
+    return value if isinstance(value, str) else ",".join(map(str, value))

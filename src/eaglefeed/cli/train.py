@@ -180,10 +180,14 @@ def build_trainer(settings: Settings, assets: "RunAssets", ranks: "Ranks | None"
 def _vocabulary(settings: Settings, assets: "RunAssets") -> "Tensor":
     import torch
 
+    from eaglefeed.schema.contract import IMPORTED
     from eaglefeed.schema.vocab import VocabMapping
 
     of_run, path = assets.tensors.get("t2d"), settings.draft.vocab
-    given = VocabMapping.load(path, vocab_size=assets.contract.vocab_size).t2d if path else None
+    given, tokenizer = None, assets.contract.tokenizer_fingerprint
+    if path:
+        mapping = VocabMapping.load(path, vocab_size=assets.contract.vocab_size)
+        given = (mapping if tokenizer.startswith(IMPORTED) else mapping.of_tokenizer(tokenizer)).t2d
     if of_run is not None and given is not None and not torch.equal(of_run, given):
         wanted, got = (f"{int(t2d.sum())} tokens" for t2d in (of_run, given))
         fix = "leave out --vocab: the run has its map"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from eaglefeed.cli.common import RunQueues, access_token
 from eaglefeed.cli.prompts import PromptReader
 from eaglefeed.cli.reports import describe_read
+from eaglefeed.cli.targets import compare_target
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.logs import get_logger
@@ -31,6 +32,7 @@ __all__ = ["TargetSource", "target_source"]
 
 T = TypeVar("T")
 
+_SERVE_FIX = "start `eaglefeed serve-target` with {}"
 _NAME_FIX = "pass with --target what the servers serve: its tokenizer and chat template are read from there"
 
 log = get_logger(__name__)
@@ -72,11 +74,12 @@ class TargetSource:
         from eaglefeed.producer.jsonl import ReadReport
 
         self._settings, self._conversations, self._opened = settings, conversations, opened
-        self._reader = PromptReader(settings, max_positions=opened.info.max_positions)
+        info = opened.info
+        self._reader = PromptReader(settings, max_positions=info.max_positions, vocab_size=info.vocab_size)
         if opened.name != settings.target.name:
             _require_tokens(self._reader.num_tokens, opened, settings.target.name)
         self._read = ReadReport()
-        mapping = _mapping(settings, opened.info.vocab_size)
+        mapping = _mapping(settings, info.vocab_size, self._reader.tokenizer_fingerprint)
         tensors, metadata = opened.assets
         if mapping is not None:
             opened.backend.set_vocab_mapping(mapping.selected_token_ids, mapping.selected_token_mask)
@@ -137,7 +140,7 @@ def _remote(settings: Settings) -> "Iterator[_Opened]":
     with closing(target):
         started = partial(_started, train.start_timeout_s)
         info = ModelInfo(**started(target.model_info))
-        _compare_target(settings, info)
+        compare_target(settings, info, "the servers' target has another value", _SERVE_FIX)
         started(target.check_ready)
         yield _Opened(_common_name(settings.target.name, info.target), target, info, started(target.target_assets))
 
@@ -147,20 +150,6 @@ def _started(timeout_s: float, call: "Callable[[], T]") -> "T":
     from eaglefeed.consumer.target_outage import bear_target_outage
 
     return bear_target_outage(call, outage_s=timeout_s, stop=threading.Event())  # a signal interrupts the process here
-
-
-def _compare_target(settings: Settings, info: "ModelInfo") -> None:
-    """What the servers serve against what was asked for; a default asks for nothing."""
-    for field in settings.target.model_fields_set & {"aux_layer_ids", "dtype"}:
-        wanted, got = getattr(settings.target, field), getattr(info, field)
-        if wanted is not None and wanted != got:
-            fix = f"start `eaglefeed serve-target` with target.{field}={_as_word(wanted)}, or leave it out here"
-            what = "the servers' target has another value"
-            raise ConfigError(what, subject=f"target.{field}", wanted=_as_word(wanted), got=_as_word(got), fix=fix)
-
-
-def _as_word(value: "str | tuple[int, ...]") -> str:
-    return value if isinstance(value, str) else ",".join(map(str, value))
 
 
 def _common_name(own: str, theirs: str) -> str:
@@ -182,12 +171,12 @@ def _require_tokens(num_tokens: int, opened: _Opened, own: str) -> None:
         raise ConfigError(what, subject=own, wanted=wanted, got=num_tokens, fix=_NAME_FIX)
 
 
-def _mapping(settings: Settings, vocab_size: int) -> "VocabMapping | None":
+def _mapping(settings: Settings, vocab_size: int, tokenizer: str) -> "VocabMapping | None":
     """The draft vocabulary; a run's own file of settings may name it for its producers."""
     from eaglefeed.schema.vocab import VocabMapping
 
     path = settings.draft.vocab or settings.produce.vocab
-    return VocabMapping.load(path, vocab_size=vocab_size) if path else None
+    return VocabMapping.load(path, vocab_size=vocab_size).of_tokenizer(tokenizer) if path else None
 
 
 def _contract(opened: _Opened, reader: PromptReader, mapping: "VocabMapping | None") -> "RunContract":

@@ -11,6 +11,7 @@ from eaglefeed.cli.peers import RefWatch, trainer_options
 from eaglefeed.cli.replay import check_replayed
 from eaglefeed.cli.showing import run_shown
 from eaglefeed.cli.snapshots import starting_snapshot
+from eaglefeed.cli.targets import compare_target
 from eaglefeed.config import Settings
 from eaglefeed.queue.rules import epoch_queue, last_error
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["RunSource", "run_source"]
 
 _LOOK_S = 5.0
+_PRODUCE_FIX = "start a new run, and produce with {}"
 
 
 @contextmanager
@@ -41,7 +43,8 @@ def run_source(
     Raises:
         TargetUnavailable: no producer came in train.start_timeout_s.
         ContractMismatch: the store is another run's than the queue.
-        ConfigError: the queue's samples lie in another kind of store.
+        ConfigError: the queue's samples lie in another kind of store, or are of another dtype or of other layers than
+            the settings say.
         RankGone: a rank of the job did not come.
     """
     from eaglefeed.consumer.run import load_run_assets
@@ -57,7 +60,9 @@ def run_source(
         with stop_on_signals(stop.set), journaled(led, "trainer", worker_name(), waiting, goes_on=True):
             is_there = first_alone(ranks, lambda: _wait(settings, queues, store, ranks, stop))
         if is_there:
-            yield RunSource(settings, ranks, queues, store, load_run_assets(store))
+            assets = load_run_assets(store)
+            compare_target(settings, assets.contract, "the run's samples have another value", _PRODUCE_FIX)
+            yield RunSource(settings, ranks, queues, store, assets)
         else:
             yield None
 

@@ -23,18 +23,26 @@ def vocab(
     """Count the tokens that are trained on and keep the most frequent, special tokens always."""
     settings = read_settings(ctx, config, target__name=target, draft__vocab_size=size)
     from eaglefeed.cli.targets import target_tokenizer
-    from eaglefeed.producer.counts import count_loss_tokens
+    from eaglefeed.producer.counts import count_loss_tokens, stop_token_ids, unused_token_ids
     from eaglefeed.producer.jsonl import ReadReport
-    from eaglefeed.producer.loading import reserved_token_ids
+    from eaglefeed.producer.loading import reserved_token_ids, tokenizer_fingerprint
     from eaglefeed.producer.sizes import target_sizes
     from eaglefeed.schema.vocab import VocabMapping
 
     tokenizer, report = target_tokenizer(settings), ReadReport()
-    width = target_sizes(settings.target.name, settings.target.cache_dir).vocab_size
-    counts = count_loss_tokens(conversations, tokenizer, report, max_length=settings.feed.max_length, vocab_size=width)
+    name, cache_dir, trusts = settings.target.name, settings.target.cache_dir, settings.target.trust_remote_code
+    sizes = target_sizes(name, cache_dir, trust_remote_code=trusts)
+    width, longest = sizes.vocab_size, min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
+    stops = stop_token_ids(name, cache_dir, trust_remote_code=trusts)
+    reserved = {*reserved_token_ids(tokenizer), *stops}
+    counts = count_loss_tokens(conversations, tokenizer, report, max_length=longest, vocab_size=width)
     mapping = VocabMapping.from_counts(
-        counts, draft_vocab_size=settings.draft.vocab_size, vocab_size=width, always=reserved_token_ids(tokenizer)
-    )
+        counts,
+        draft_vocab_size=settings.draft.vocab_size,
+        vocab_size=width,
+        always=(token for token in reserved if token < width),  # a tokenizer may have tokens that the target has not
+        never=unused_token_ids(tokenizer, vocab_size=width),
+    ).of_tokenizer(tokenizer_fingerprint(tokenizer))
     output.parent.mkdir(parents=True, exist_ok=True)
     mapping.save(output)
     document, lines = describe_read(report, conversations)

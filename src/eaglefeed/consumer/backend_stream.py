@@ -22,7 +22,7 @@ from eaglefeed.schema.batch import BatchHandle, Eagle3TargetBackend, Eagle3Targe
 from eaglefeed.schema.eagle3 import validate_eagle3_specs
 from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.prompt import Prompt
-from eaglefeed.schema.values import validate_eagle3_tensors
+from eaglefeed.schema.values import validate_eagle3_rows, validate_eagle3_tensors
 from eaglefeed.storage.base import Verify, is_verified
 from eaglefeed.storage.shard import spec_of
 
@@ -258,6 +258,7 @@ class BackendStream:
         tensors = batch.tensors()
         specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
         validate_eagle3_specs(specs, asked.prompt.sample_id)
+        validate_eagle3_rows(tensors, pad_prompt(asked.prompt), sample_id=asked.prompt.sample_id)
         if is_verified(self._values, asked.prompt.sample_id):
             validate_eagle3_tensors(tensors, specs, sample_id=asked.prompt.sample_id, vocab_size=self._vocab_size)
         return replace(batch, sample_ids=(asked.prompt.sample_id,)).to(self._device)

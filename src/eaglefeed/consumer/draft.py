@@ -88,6 +88,8 @@ class Eagle3Draft(nn.Module):
         _require("embed_tokens", tuple(embed_tokens.shape), table)
         _require("lm_head", tuple(lm_head.shape), table)
         _require("t2d", (*t2d.shape, int(t2d.sum())), (self.config.vocab_size, self.config.draft_vocab_size))
+        if t2d.dtype != torch.bool:
+            raise SchemaError("t2d is no mask", wanted="bool [V]", got=str(t2d.dtype))
         self.embed_tokens.copy_(embed_tokens)
         self.t2d.copy_(t2d)
         self.lm_head.weight.copy_(lm_head[t2d])

@@ -48,6 +48,8 @@ class TargetHead:
         if t2d.shape != weight.shape[:1]:
             wanted, got = list(weight.shape[:1]), list(t2d.shape)
             raise SchemaError("the vocabulary map is another target's", wanted=wanted, got=got)
+        if t2d.dtype != torch.bool:  # numbers would pick rows of the head, and not fail
+            raise SchemaError("t2d is no mask", wanted="bool [V]", got=str(t2d.dtype))
         chosen = t2d.to(weight.device)
         self._weight = weight[chosen].to(device)
         self._bias = None if bias is None else bias[chosen].to(device)

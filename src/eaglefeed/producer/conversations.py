@@ -37,6 +37,7 @@ def read_conversations(
     report: ReadReport,
     *,
     max_length: int,
+    vocab_size: int | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Conversation]:
     """Tokenize a JSONL file with the target's chat template, in the file's order.
@@ -46,6 +47,7 @@ def read_conversations(
         tokenizer: the target's own.
         report: counts every row; complete once the iterator is exhausted.
         max_length: tokens a row is cut to, before it is checked for tokens to learn from.
+        vocab_size: V; a row with a token that the target has no row for is rejected.
         max_line_bytes: longer lines are rejected unread.
 
     Raises:
@@ -56,6 +58,7 @@ def read_conversations(
     for row in read_rows(path, report, max_line_bytes=max_line_bytes):
         try:
             conversation = _conversation(tokenizer, row, ids, report, max_length)
+            _check_ids(conversation, vocab_size)
         except RowFault as fault:
             report.reject(row.line, row.id, str(fault))
         else:
@@ -78,6 +81,13 @@ def _conversation(
         raise RowFault("no loss tokens after truncation" if any(tokens.loss_mask) else "no loss tokens")
     report.unsupervised_turns += tokens.unsupervised_turns
     return Conversation(chat.sample_id, row.line, tuple(input_ids), tuple(loss_mask))
+
+
+def _check_ids(conversation: Conversation | None, vocab_size: int | None) -> None:
+    """Some tokenizers have tokens that were added to them alone."""
+    highest = max(conversation.input_ids) if conversation else -1
+    if vocab_size is not None and highest >= vocab_size:
+        raise RowFault(f"token beyond the target's vocabulary: id {highest}, its vocabulary has {vocab_size}")
 
 
 def batches(conversations: Iterator[Conversation], batch_size: int) -> Iterator[list[Conversation]]:

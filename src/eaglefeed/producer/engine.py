@@ -141,7 +141,11 @@ class Eagle3Target(Eagle3TargetBackend):
         if selected_token_mask.shape != (self.vocab_size,):
             got = list(selected_token_mask.shape)
             raise SchemaError("the vocabulary map is another target's", wanted=f"[{self.vocab_size}]", got=got)
-        if not torch.equal(selected_token_mask.nonzero().flatten(), selected_token_ids):
+        if selected_token_mask.dtype != torch.bool or selected_token_ids.dtype != torch.int64:
+            dtypes = f"{selected_token_ids.dtype}, {selected_token_mask.dtype}"
+            raise SchemaError("not a vocabulary map", wanted="ids int64 [D], mask bool [V]", got=dtypes)
+        selected = selected_token_mask.nonzero().flatten()
+        if not torch.equal(selected, selected_token_ids) or not len(selected):
             raise SchemaError("the vocabulary map is inconsistent", wanted="ids ascending, as nonzero(mask)")
         return selected_token_ids.to(self.device), selected_token_mask.to(self.device)
 
@@ -243,7 +247,7 @@ class Eagle3Target(Eagle3TargetBackend):
         if position_ids is None or seq_lens is None or doc_remaining is None:
             return {}
         given = (position_ids, seq_lens, doc_remaining)
-        moved = (tensor.to(self.device).long() for tensor in given)
+        moved = (tensor.to(self.device, torch.int64, copy=True) for tensor in given)  # a batch's tensors are its own
         packing = dict(zip(EAGLE3_PACKING_FEATURES, moved, strict=True))
         check_packing(packing, real)
         if not self._isolates_documents:

@@ -13,7 +13,7 @@ from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SCHEMA_VERSION, encod
 from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.prompt import Prompt, decode_prompt
 from eaglefeed.schema.refs import SampleRef
-from eaglefeed.schema.values import validate_eagle3_tensors
+from eaglefeed.schema.values import validate_eagle3_rows, validate_eagle3_tensors
 from eaglefeed.storage.base import shard_key
 from eaglefeed.storage.shard import spec_of
 
@@ -49,9 +49,9 @@ class SampleMaker:
             token: its lease's, which the shard is named after.
 
         Raises:
-            ContractMismatch: this producer differs from the run's contract.
+            ContractMismatch: this producer differs from the run's contract, or its target from what it says.
             SchemaError: no prompt, or one that does not fit the run.
-            SampleCorrupt: values that no sample may have.
+            SampleCorrupt: values that no sample may have, or those of other rows.
             StorageError: the run's contract or assets cannot be written.
             RuntimeError: the target failed.
         """
@@ -61,8 +61,11 @@ class SampleMaker:
         batch = self._target.generate_batch(**pad_prompt(prompt))
         ref = self._describe(prompt, batch, contract, token)
         tensors = batch.tensors()
+        validate_eagle3_rows(tensors, pad_prompt(prompt), sample_id=ref.sample_id)  # not rows that a target may change
         validate_eagle3_tensors(tensors, ref.feature_specs, sample_id=ref.sample_id, vocab_size=contract.vocab_size)
-        return Made(ref, _stored(tensors, contract))
+        stored = _stored(tensors, contract)
+        contract.require_sample(ref, stored)
+        return Made(ref, stored)
 
     def _describe(self, prompt: Prompt, batch: Eagle3TargetBatch, contract: RunContract, token: int) -> SampleRef:
         specs = {name: spec_of(tensor) for name, tensor in batch.tensors().items()}

@@ -2,7 +2,9 @@
 
 B batch · S sequence · H hidden size · V target vocabulary · D draft vocabulary
 
-Row t is made of position t + 1, and is zero where that is no real token (`next_real`, [B, S] bool).
+Row t is made of position t + 1, and is zero where that is no real token (`next_real`, [B, S] bool). A row of logits
+with a NaN or +inf, or of -inf alone, becomes NaN in every encoding, also in one that leaves out that column: its best
+token is a matter of chance. The check of a sample's values finds it.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,8 +45,10 @@ def draft_supervision(
     values = last.new_zeros(*next_real.shape, len(ids))
     best = torch.zeros_like(next_real)
     for rows, logits in _chunks(last, to_logits):
-        values[:, rows] = logits[..., ids].float().softmax(-1).to(values.dtype)
-        best[:, rows] = mask[logits.argmax(-1)]
+        top = logits.max(-1)
+        probs = logits[..., ids].float().softmax(-1).to(values.dtype)
+        values[:, rows] = probs.masked_fill_(~top.values.isfinite()[..., None], torch.nan)
+        best[:, rows] = mask[top.indices]
     values.masked_fill_(~next_real[..., None], 0)
     return {"target_probs": values, "position_mask": (best & next_loss.bool())[..., None]}
 
@@ -52,9 +56,12 @@ def draft_supervision(
 def compact_supervision(last: Tensor, to_logits: ToLogits, next_real: Tensor) -> dict[str, Tensor]:
     """Encoding 3: `last_hidden_states` [B, S, H] and `target_argmax` [B, S] int32, the best token of all V."""
     best = torch.zeros_like(next_real, dtype=torch.int32)
+    states = shift_left(last)
     for rows, logits in _chunks(last, to_logits):
-        best[:, rows] = logits.argmax(-1).to(best.dtype)
-    states = shift_left(last).masked_fill_(~next_real[..., None], 0)
+        top = logits.max(-1)
+        best[:, rows] = top.indices.to(best.dtype)
+        states[:, rows].masked_fill_(~top.values.isfinite()[..., None], torch.nan)
+    states.masked_fill_(~next_real[..., None], 0)
     return {"last_hidden_states": states, "target_argmax": best.masked_fill_(~next_real, 0)}
 
 

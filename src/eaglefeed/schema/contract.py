@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ASSETS_FILE", "CONTRACT_FILE", "CONTRACT_RECORD", "RETAIN_RECORD", "RunContract"]
+__all__ = ["ASSETS_FILE", "CONTRACT_FILE", "CONTRACT_RECORD", "IMPORTED", "RETAIN_RECORD", "RunContract"]
 
 CONTRACT_FILE = "contract.json"
 ASSETS_FILE = "target_assets.safetensors"
@@ -29,6 +29,9 @@ ASSETS_FILE = "target_assets.safetensors"
 CONTRACT_RECORD, RETAIN_RECORD = "contract", "retain:"
 """In the record that the run's queues hold: the same contract; and, with the name of a samples queue behind it, that
 shards stay after that queue has released them."""
+
+IMPORTED = "imported from "
+"""What the fingerprints of tokenizer and template begin with where rows were tokenized by another project."""
 
 
 class RunContract(BaseModel):

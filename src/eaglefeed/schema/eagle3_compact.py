@@ -209,10 +209,11 @@ def decode_compact(
         sample_id: named in the error.
 
     Raises:
-        SampleCorrupt: other rows are stored than those whose loss_mask is 1.
+        SampleCorrupt: other rows are stored than those whose loss_mask is 1, or a scale is not positive.
     """
     decoded = dict(stored)
     if _SCALE in stored:
+        _check_scale(stored[_SCALE], sample_id)
         decoded[_AUX] = _from_fp8(stored[_AUX], stored[_SCALE], specs[_AUX].dtype)
     if stored[_LAST].ndim != len(specs[_LAST].shape):
         supervised = stored["loss_mask"].bool()
@@ -225,6 +226,14 @@ def decode_compact(
     if 2 * num_view_bytes < sum(decoded[name].nbytes for name in specs):
         decoded |= {name: tensor.clone() for name, tensor in views.items()}
     return {name: decoded[name] for name in specs}
+
+
+def _check_scale(scale: "Tensor", sample_id: str) -> None:
+    """A scale that is not finite shows in the values; of one that is not positive they would be wrong numbers."""
+    if (bad := scale <= 0).any():
+        place = bad.nonzero()[0].tolist()
+        got = f"{int(bad.sum())} such, the first at {place}: {scale[tuple(place)].item():g}"
+        raise SampleCorrupt(sample_id, f"{_SCALE}: not positive", got=got)
 
 
 def decode_stored(ref: SampleRef, stored: "dict[str, Tensor]") -> "dict[str, Tensor]":

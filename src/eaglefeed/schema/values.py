@@ -11,7 +11,7 @@ from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_FEATURES
 from eaglefeed.schema.packing import packing_faults
 from eaglefeed.schema.refs import FeatureSpec
 
-__all__ = ["shift_left", "validate_eagle3_tensors"]
+__all__ = ["shift_left", "validate_eagle3_rows", "validate_eagle3_tensors"]
 
 _FEATURES = {**EAGLE3_FEATURES, **EAGLE3_COMPACT_FEATURES}
 _MASKS = ("attention_mask", "loss_mask")
@@ -54,6 +54,32 @@ def validate_eagle3_tensors(
         _check_probabilities(tensors, sample_id)
     if "seq_lens" in tensors:
         _check_packing(tensors, sample_id)
+
+
+def validate_eagle3_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, Tensor], *, sample_id: str) -> None:
+    """Check that a sample is of the rows that its target was given, and not of others, or of more or fewer tokens.
+
+    Args:
+        tensors: the sample's features.
+        rows: what the target was given: input_ids, attention_mask and loss_mask, not shifted, padded on the right, and
+            the packing features if it is packed.
+        sample_id: named in every error.
+
+    Raises:
+        SampleCorrupt: names the feature and the first position that differs.
+    """
+    wanted = dict(rows) | {name: shift_left(rows[name]) for name in ("input_ids", "loss_mask")}
+    if "doc_remaining" in rows:  # a document's last token does not learn how the next one begins
+        wanted["loss_mask"] = wanted["loss_mask"] * (rows["doc_remaining"] > 0)
+    for name, values in wanted.items():
+        got = tensors[name].cpu() if name in tensors else None
+        if got is None or got.shape != values.shape:
+            what, came = (
+                f"{name} is not of the rows that were asked for",
+                list(got.shape) if got is not None else "none",
+            )
+            raise SampleCorrupt(sample_id, what, wanted=list(values.shape), got=came)
+        _refuse_first(got != values, name, got, "not of the rows that were asked for", sample_id)
 
 
 def _check_specs(tensors: Mapping[str, Tensor], specs: Mapping[str, FeatureSpec], sample_id: str) -> None:

@@ -9,6 +9,7 @@ lists of Python numbers: right, but slow.
 
 import inspect
 import re
+import uuid
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -83,14 +84,20 @@ class SGLangEagle3TargetModel(Eagle3Target):
         return aux, last
 
     def _generate(self, prompts: list[list[int]], **more: object) -> list[Mapping[str, Any]]:
+        """What the engine says of each prompt, found by its id: the order of answers is the engine's own affair."""
         sampling = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
+        names = [uuid.uuid4().hex for _ in prompts]
         try:
             answers = self._engine.generate(
-                input_ids=prompts, sampling_params=sampling, return_hidden_states=True, **more
+                input_ids=prompts, rid=names, sampling_params=sampling, return_hidden_states=True, **more
             )
         except Exception as error:  # an engine of somebody else's raises anything
             raise TargetUnavailable("the engine failed", subject="sglang", got=str(error)[:500]) from error
-        return [answer["meta_info"] for answer in answers]
+        found = {answer["meta_info"].get("id"): answer["meta_info"] for answer in answers}
+        if set(found) != set(names) or len(answers) != len(names):
+            fix = "report it: each of these answers belongs to some request"
+            raise TargetMismatch("the engine answers other requests", wanted=len(names), got=len(answers), fix=fix)
+        return [found[name] for name in names]
 
     def _states(self, answer: Mapping[str, Any], length: int) -> tuple[Tensor, Tensor]:
         """Aux states [n, 3H] and last hidden states [n, H] of a document."""
@@ -193,7 +200,9 @@ def _engine_class(arguments: Mapping[str, Any]) -> Any:
     except Exception as error:  # its dependencies fail in many ways
         raise ConfigError("SGLang cannot be imported", got=f"{type(error).__name__}: {error}", fix=fix) from error
     unknown = sorted(set(arguments) - set(inspect.signature(ServerArgs).parameters))
-    unknown += sorted({"input_ids", "return_hidden_states"} - set(inspect.signature(sglang.Engine.generate).parameters))
+    unknown += sorted(
+        {"input_ids", "return_hidden_states", "rid"} - set(inspect.signature(sglang.Engine.generate).parameters)
+    )
     if unknown:
         raise ConfigError("this SGLang lacks arguments", wanted=", ".join(unknown), got=version, fix=fix)
     return sglang.Engine
