@@ -9,7 +9,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from eaglefeed.errors import SchemaError, TargetMismatch
-from eaglefeed.producer.target import HFEagle3TargetModel, _decoder_layers
+from eaglefeed.producer.probing import decoder_layers
+from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.refs import FeatureSpec
 from eaglefeed.schema.values import validate_eagle3_tensors
 from tiny_target import LAYOUTS, Louder, tiny_model, tiny_sizes
@@ -69,9 +70,9 @@ def test_lists_inside_a_layer_are_not_taken_for_the_layers():
         layer.experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
     backbone = nn.Module()
     backbone.h = layers
-    assert _decoder_layers(backbone, 3) is layers
+    assert decoder_layers(backbone, 3) is layers
     with pytest.raises(TargetMismatch, match="wanted a list of 4"):
-        _decoder_layers(backbone, 4)
+        decoder_layers(backbone, 4)
 
 
 def test_a_second_call_gives_the_same(target: HFEagle3TargetModel):

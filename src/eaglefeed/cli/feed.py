@@ -220,7 +220,9 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     from eaglefeed.producer.sizes import Encoding, sample_bytes, target_sizes
     from eaglefeed.schema.prompt import encode_prompt
 
-    sizes = target_sizes(settings.target.name, settings.target.cache_dir)
+    target = settings.target
+    remote = target.trust_remote_code
+    sizes = target_sizes(target.name, target.cache_dir, trust_remote_code=remote, engine=target.engine)
     reader = PromptReader(settings, max_positions=sizes.max_positions)
     mapping = vocabulary_map(settings)
     produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0

@@ -30,7 +30,8 @@ def vocab(
     from eaglefeed.schema.vocab import VocabMapping
 
     tokenizer, report = target_tokenizer(settings), ReadReport()
-    width = target_sizes(settings.target.name, settings.target.cache_dir).vocab_size
+    remote_code = settings.target.trust_remote_code
+    width = target_sizes(settings.target.name, settings.target.cache_dir, trust_remote_code=remote_code).vocab_size
     counts = count_loss_tokens(conversations, tokenizer, report, max_length=settings.feed.max_length, vocab_size=width)
     mapping = VocabMapping.from_counts(
         counts, draft_vocab_size=settings.draft.vocab_size, vocab_size=width, always=reserved_token_ids(tokenizer)
