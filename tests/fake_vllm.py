@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +120,8 @@ class FakeVLLM:
 
     def cached(self, ids: list[int]) -> int:
         """Tokens of a prompt that are in the cache; its last one never is."""
-        shared = (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, seen["prompt"], strict=False))) for seen in self.requests)
-        return min(max(shared, default=0), len(ids) - 1) // BLOCK * BLOCK
+        blocks = range((len(ids) - 1) // BLOCK * BLOCK, 0, -BLOCK)
+        return next((end for end in blocks if any(seen["prompt"][:end] == ids[:end] for seen in self.requests)), 0)
 
     def run(self, ids: list[int]) -> tuple[Any, Any]:
         """States [n, K, H] in the order of vLLM's ids, each once, and the next token's log probabilities."""

@@ -169,12 +169,10 @@ class RunContract(BaseModel):
         layers = len(self.aux_layer_ids)
         aux = (layers * self.hidden_size, f"{layers} layers of hidden_size {self.hidden_size}")
         for name, (width, why) in {"aux_hidden_states": aux, "logits": (self.vocab_size, "vocab_size")}.items():
-            got = list(specs[name].shape) if name in specs else [width]
-            if got[-1:] != [width]:
+            got = specs[name].shape[-1:] if name in specs else (width,)
+            if got != (width,):
                 what, wanted = f"{name} of another width than the run's contract says", f"{width} ({why})"
-                raise ContractMismatch(
-                    what, subject=sample_id, wanted=wanted, got=f"{got[-1]} of {got}" if got else "no shape"
-                )
+                raise ContractMismatch(what, subject=sample_id, wanted=wanted, got=", ".join(map(str, got)))
 
     def require_sample(self, ref: SampleRef, stored: "Mapping[str, Tensor]") -> None:
         """Check that a sample is what this contract says, as far as a sample shows it; its id alone is a claim.
