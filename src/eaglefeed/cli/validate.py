@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglefeed.cli.beside import check_beside, check_contract
 from eaglefeed.cli.common import (
     ConfigOption,
     JsonOption,
@@ -22,6 +23,7 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SchemaError
+from eaglefeed.schema.contract import CONTRACT_FILE
 from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
 from eaglefeed.storage.base import FeatureStore
@@ -112,6 +114,7 @@ def _check_file(path: Path, values: bool) -> None:
         header = read_header(file.fileno(), path.stat().st_size, path.name)
         ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
         validate_any_ref(ref)
+        check_beside(ref, path)
         if values:
             from eaglefeed.storage.buffers import fresh_memory
             from eaglefeed.storage.shard import ShardReader
@@ -131,6 +134,7 @@ def _check_json(path: Path) -> None:
 def _check_payload(payload: bytes, store: FeatureStore, values: bool) -> None:
     ref = decode_ref(payload)
     validate_any_ref(ref)
+    check_contract(ref, store.get_document(CONTRACT_FILE))
     check_header(store.header(ref), ref)
     if values:
         _check_values(ref, store.get(ref))

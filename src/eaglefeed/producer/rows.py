@@ -24,11 +24,16 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *
     """Bring rows to one form; padding before the real tokens is moved behind them if `may_move`.
 
     Raises:
-        SchemaError: shapes that differ, masks that are not of 0 and 1, an empty row, or padding between real tokens.
+        SchemaError: shapes that differ, ids that are no whole numbers, masks that are not of 0 and 1, an empty row, or
+            padding between real tokens.
     """
     shapes = {tuple(tensor.shape) for tensor in (input_ids, attention_mask, loss_mask)}
     if len(shapes) != 1 or input_ids.ndim != 2:
         raise SchemaError("ids and masks need one shape", wanted="[B, S]", got=sorted(shapes))
+    if input_ids.numel() == 0:
+        raise SchemaError("no tokens in it", wanted="at least one row of one token", got=list(input_ids.shape))
+    if input_ids.is_floating_point() and not torch.equal(input_ids.trunc(), input_ids):
+        raise SchemaError("input_ids holds no whole numbers", wanted="int64", got=input_ids.dtype)
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         if not ((mask == 0) | (mask == 1)).all():
             raise SchemaError(f"{name} is no mask", wanted="0 and 1")
