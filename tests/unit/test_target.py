@@ -185,7 +185,7 @@ def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
     config = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=7, num_attention_heads=4)
     config.word_embed_proj_dim, config.max_position_embeddings = 32, 64
     target = HFEagle3TargetModel(tiny_model(config), AUX)
-    with pytest.raises(SchemaError, match="OPTForCausalLM: the target lets packed documents see each other"):
+    with pytest.raises(TargetMismatch, match="OPTForCausalLM: the target lets packed documents see each other"):
         target.generate_batch(IDS[:1], REAL[:1], LOSS[:1], **PACKED)
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from eaglefeed.errors import SchemaError
+from eaglefeed.errors import TargetMismatch
 from eaglefeed.producer.probing import isolates_documents, looks_ahead
 from eaglefeed.producer.target import HFEagle3TargetModel
 from tiny_target import HEAD_DIM, LAYOUTS, tiny_model, tiny_sizes
@@ -192,7 +192,7 @@ def test_a_target_whose_documents_would_leak_is_not_packed_however_weak_its_weig
     target = HFEagle3TargetModel(model, AUX)
     ids, mask = rows(LONG, SHORT)
     target.generate_batch(ids, mask, mask)
-    with pytest.raises(SchemaError, match="the target lets packed documents see each other; feed without packing"):
+    with pytest.raises(TargetMismatch, match="the target lets packed documents see each other; feed without packing"):
         target.generate_batch(**packed(SHORT, SHORT))
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from eaglefeed.errors import SchemaError
+from eaglefeed.errors import SchemaError, TargetMismatch
 from eaglefeed.producer.configuration import longest_row, max_positions, size_of
 from eaglefeed.producer.parts import TargetParts
 from eaglefeed.producer.rows import Rows, check_packing, right_padded
@@ -188,6 +188,7 @@ class Eagle3Target(Eagle3TargetBackend):
 
         Raises:
             SchemaError: rows that the contract or the target does not allow.
+            TargetMismatch: packed rows for a target that does not keep their documents apart.
         """
         validate_eagle3_packing_inputs(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
         ids, attention, loss = (tensor.to(self.device) for tensor in (input_ids, attention_mask, loss_mask))
@@ -248,9 +249,8 @@ class Eagle3Target(Eagle3TargetBackend):
         packing = dict(zip(EAGLE3_PACKING_FEATURES, moved, strict=True))
         check_packing(packing, real)
         if not self._isolates_documents:
-            raise SchemaError(
-                "the target lets packed documents see each other", subject=self._kind, fix="feed without packing"
-            )
+            fix = "feed without packing, or run it with vllm or sglang, which take each document by itself"
+            raise TargetMismatch("the target lets packed documents see each other", subject=self._kind, fix=fix)
         return packing
 
     @property
