@@ -33,8 +33,9 @@ def llama(**changes: Any) -> Any:
 
 def longrope() -> Any:
     """One set of rotary frequencies up to 6 positions, another beyond."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 6}
-    return hf.Phi3Config(**tiny_sizes(), rope_parameters=rope | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4})
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 6}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4} | factors
+    return hf.Phi3Config(**tiny_sizes(), original_max_position_embeddings=6, rope_parameters=rope)
 
 
 def rows(*given: list[int], pad: int = 0, left: bool = False) -> tuple[Tensor, Tensor]:
