@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from eaglefeed.consumer.decoding import aux_outputs
 from eaglefeed.errors import SchemaError, TargetMismatch
 from eaglefeed.producer.configuration import check_kind, longest_row, max_positions, size_of
 from eaglefeed.producer.engine import checked_layer_ids
@@ -74,6 +75,17 @@ def test_layers_that_give_anything_but_one_state_a_token_are_refused(output: Any
         HFEagle3TargetModel(model, AUX)
 
 
+def test_the_dtype_is_that_of_the_states_though_the_weights_have_another():
+    model = llama().to(torch.bfloat16)
+    for layer in model.model.layers:  # as of models that keep their residual in float32
+        layer.register_forward_pre_hook(lambda _module, args: (args[0].to(torch.bfloat16), *args[1:]))
+        layer.register_forward_hook(lambda _module, _args, output: output.float())
+    model.model.norm.register_forward_pre_hook(lambda _module, args: (args[0].to(torch.bfloat16),))
+    target, ids = HFEagle3TargetModel(model, AUX), torch.tensor([[5, 9, 33]])
+    batch = target.generate_batch(ids, torch.ones_like(ids), torch.ones_like(ids))
+    assert (target.dtype, batch.aux_hidden_states.dtype) == ("float32", torch.float32)
+
+
 @pytest.mark.parametrize("slice_of", ["head", "output"])
 def test_logits_of_a_part_of_the_vocabulary_are_refused(slice_of: str):
     model = llama(vocab_size=16)
@@ -127,6 +139,19 @@ NO_LAYERS = [
 def test_whatever_is_no_layer_is_refused_with_the_range(ids: tuple[Any, ...]):
     with pytest.raises(SchemaError, match=r"impossible aux_layer_ids, got .* from 0 to 7; they mean"):
         checked_layer_ids(ids, 8)
+
+
+def test_layers_are_the_language_models_where_what_sees_images_has_as_many():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 7, "num_attention_heads": 2}
+    text, vision = tiny_sizes(head_dim=8), vision | {"image_size": 28, "patch_size": 14}
+    model, ids = tiny_model(hf.Gemma3Config(text_config=text, vision_config=vision)), torch.tensor([[5, 9, 33]])
+    target = HFEagle3TargetModel(model, AUX)
+    ones = torch.ones_like(ids)
+    produced = target.generate_batch(ids, ones, ones).aux_hidden_states
+    with torch.no_grad(), aux_outputs(model, AUX) as evaluated:
+        model(input_ids=ids)
+    assert (target.hidden_size, produced.shape[-1]) == (32, 96)
+    torch.testing.assert_close(torch.cat([evaluated[layer] for layer in AUX], -1), produced, rtol=1e-5, atol=1e-5)
 
 
 LONG = [5, 9, 33, 2, 60, 7, 7, 1, 12]

@@ -53,7 +53,7 @@ class HFEagle3TargetModel(Eagle3Target):
         self._layers = decoder_layers(self._backbone, self.num_layers)
         self._rows_apart = _measures_rows(self.parts.config)
         self._head_alone = True
-        self._check_layers()
+        self._states_dtype = self._try_layers().dtype
         self._head_alone = self._head_is_enough()
         if compact and not self._head_alone:
             what = (
@@ -64,8 +64,8 @@ class HFEagle3TargetModel(Eagle3Target):
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the dtype of the features."""
-        return str(self.model.dtype).removeprefix("torch.")
+        """Torch's name of the dtype of the features, which of some models is not that of their weights."""
+        return str(self._states_dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +140,12 @@ class HFEagle3TargetModel(Eagle3Target):
     def _logits(self, last: Tensor) -> Tensor:
         return super()._logits(last) if self._head_alone else last
 
-    def _check_layers(self) -> None:
+    def _try_layers(self) -> Tensor:
+        """Aux states of a few tokens.
+
+        Raises:
+            TargetMismatch: they are not what the contract calls so.
+        """
         ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
         try:
             aux = self._aux(ids, None)
@@ -151,6 +156,7 @@ class HFEagle3TargetModel(Eagle3Target):
         if looks_ahead(self._aux, self.vocab_size, self.device):
             fix = "use a causal language model: a draft cannot see what comes after"
             raise TargetMismatch("its states see the tokens behind them", subject=self._kind, fix=fix)
+        return aux
 
     def _head_is_enough(self) -> bool:
         """Whether head, scale and softcap give the model's own logits; some models do more on the way.
