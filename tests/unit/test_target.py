@@ -193,9 +193,9 @@ def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
     ("ids", "attention", "loss", "message"),
     [
         (IDS, REAL[:, :8], LOSS, "need one shape"),
-        (IDS[:0], REAL[:0], LOSS[:0], r"no tokens in it, .* got \[0, 9\]"),
-        (IDS[:, :0], REAL[:, :0], LOSS[:, :0], r"no tokens in it, .* got \[2, 0\]"),
-        (IDS + 0.5, REAL, LOSS, "input_ids holds no whole numbers"),
+        (IDS[:0], REAL[:0], LOSS[:0], r"no rows or no tokens, .* got \[0, 9\]"),
+        (IDS[:, :0], REAL[:, :0], LOSS[:, :0], r"no rows or no tokens, .* got \[2, 0\]"),
+        (IDS + 0.5, REAL, LOSS, "input_ids hold no whole numbers"),
         (IDS, torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1]).expand(2, 9), LOSS, "padding between real tokens"),
         (IDS, REAL * torch.tensor([[1], [0]]), LOSS, "a row without tokens"),
         (IDS, REAL * 2, LOSS, "attention_mask is no mask"),

@@ -30,13 +30,13 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, *
     shapes = {tuple(tensor.shape) for tensor in (input_ids, attention_mask, loss_mask)}
     if len(shapes) != 1 or input_ids.ndim != 2:
         raise SchemaError("ids and masks need one shape", wanted="[B, S]", got=sorted(shapes))
-    if input_ids.numel() == 0:
-        raise SchemaError("no tokens in it", wanted="at least one row of one token", got=list(input_ids.shape))
-    if input_ids.is_floating_point() and not torch.equal(input_ids.trunc(), input_ids):
-        raise SchemaError("input_ids holds no whole numbers", wanted="int64", got=input_ids.dtype)
+    if not input_ids.numel():
+        raise SchemaError("no rows or no tokens", wanted="[B, S], both at least 1", got=list(input_ids.shape))
     for name, mask in (("attention_mask", attention_mask), ("loss_mask", loss_mask)):
         if not ((mask == 0) | (mask == 1)).all():
             raise SchemaError(f"{name} is no mask", wanted="0 and 1")
+    if not torch.equal(input_ids.long().to(input_ids.dtype), input_ids):
+        raise SchemaError("input_ids hold no whole numbers", wanted="int64", got=str(input_ids.dtype))
     real, length = attention_mask.bool(), input_ids.shape[1]
     first = real.long().argmax(-1, keepdim=True)
     order = (torch.arange(length, device=real.device) + first) % length
