@@ -15,7 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FakeVLLM", "interpreter"]
+__all__ = ["BLOCK", "FakeVLLM", "interpreter"]
+
+BLOCK = 16
 
 
 class FakeVLLM:
@@ -35,6 +37,8 @@ class FakeVLLM:
         self.faults: list[str] = []
         self.delay_s = 0.0
         self.requests: list[dict[str, Any]] = []
+        self.caches = False
+        """Whether prompts that begin as earlier ones are captured without what they share, in whole blocks."""
         self._lock, self._writers = threading.Lock(), []
         fake = self
 
@@ -87,6 +91,7 @@ class FakeVLLM:
 
     def complete(self, asked: dict[str, Any], request_id: str) -> tuple[int, Any]:
         with self._lock:
+            hit = self.cached(asked["prompt"]) if self.caches else 0
             self.requests.append(asked)
             fault = self.faults.pop(0) if self.faults else ""
         if fault == "die":
@@ -100,6 +105,7 @@ class FakeVLLM:
         assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("toy", 1, 0)
         assert "n" not in asked
         states, logprobs = self.run(asked["prompt"])
+        states = states[hit:]
         name = f"cmpl-{request_id}-0-0a1b2c3d.safetensors"
         if fault == "other request":
             name = f"cmpl-eaglefeed-{'0' * 32}-0-0a1b2c3d.safetensors"
@@ -111,6 +117,11 @@ class FakeVLLM:
         if fault != "no path":
             reply["kv_transfer_params"] = {"hidden_states_path": f"/elsewhere/in/a/container/{name}"}
         return 200, reply
+
+    def cached(self, ids: list[int]) -> int:
+        """Tokens of a prompt that are in the cache; its last one never is."""
+        blocks = range((len(ids) - 1) // BLOCK * BLOCK, 0, -BLOCK)
+        return next((end for end in blocks if any(seen["prompt"][:end] == ids[:end] for seen in self.requests)), 0)
 
     def run(self, ids: list[int]) -> tuple[Any, Any]:
         """States [n, K, H] in the order of vLLM's ids, each once, and the next token's log probabilities."""
@@ -196,7 +207,7 @@ def main() -> None:
         key=os.environ.get("VLLM_API_KEY", ""),
     )
     if fault == "once" and not Path(options.model, "died").exists():
-        fake.faults = ["", "die"]  # the second request is the first after the probe
+        fake.faults = ["", "", "", "die"]  # the fourth request is the first after the probes
         Path(options.model, "died").touch()
     fake.server.serve_forever()
 

@@ -235,6 +235,7 @@ def test_the_command_asks_for_room_for_the_longest_row_and_the_token_after_it(ch
     after = dict(pairwise(words))
     assert after["--max-model-len"] == "129"  # the target has 128 positions
     assert after["--tensor-parallel-size"] == "2"
+    assert "--no-enable-prefix-caching" in words
     assert after["--kv-cache-memory-bytes"] == str(2**30)
     assert f"PYTHONPATH={CONNECTOR_DIR}" in words
     assert after["--middleware"] == "eaglefeed_gate.Gate"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 
 import pipeline
@@ -15,7 +16,7 @@ from commands import Shell, conversation, save_tiny_target, write_rows
 from eaglefeed.consumer.backend_stream import BackendStream
 from eaglefeed.consumer.run import load_run_assets
 from eaglefeed.consumer.stream import SampleStream
-from eaglefeed.errors import SchemaError
+from eaglefeed.errors import SchemaError, TargetMismatch
 from eaglefeed.producer.asking import read_rows
 from eaglefeed.producer.conversations import Conversation, packed_batches, to_packed_prompt
 from eaglefeed.producer.server import TargetServer
@@ -29,7 +30,7 @@ from eaglefeed.schema.vocab import VocabMapping
 from eaglefeed.storage.shard import TensorWriter, encode_tensors
 from remote_models import closing
 from target_servers import serving
-from tiny_target import LAYOUTS, tiny_model
+from tiny_target import LAYOUTS, tiny_model, tiny_sizes
 
 NUM_CONVERSATIONS = 9
 MAP = VocabMapping.from_ids(torch.arange(0, 64, 3), vocab_size=64)
@@ -218,3 +219,34 @@ def test_packed_feeding_by_the_commands_trains_the_same_on_the_stream_and_in_pla
     one, other = weights("streamed"), weights("colocated")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# targets that cannot be packed
+
+
+@pytest.fixture
+def leaking() -> HFEagle3TargetModel:
+    layers = ["conv", "full_attention"] * 3 + ["conv"]
+    return HFEagle3TargetModel(tiny_model(hf.Lfm2Config(**tiny_sizes(), layer_types=layers)))
+
+
+LEAKS = "Lfm2ForCausalLM: the target lets packed documents see each other; feed without packing"
+
+
+def test_a_producer_whose_target_cannot_be_packed_ends_and_gives_the_prompts_back(leaking: HFEagle3TargetModel) -> None:
+    run = pipeline.Run(clock=pipeline.TurnableClock())
+    run.target = leaking
+    run.feed(*prompts())
+    with pytest.raises(TargetMismatch, match=LEAKS):
+        run.produce(own=pipeline.contract(vocab_size=64, hidden_size=32))
+    found = run.prompts.stats()
+    assert (found.ready, found.dead, run.samples.stats().unsettled) == (len(prompts()), 0, 0)
+
+
+def test_a_server_and_a_training_in_place_refuse_it_too_and_plain_rows_pass(leaking: HFEagle3TargetModel) -> None:
+    with serving(leaking) as started, closing(started.url) as model:
+        with pytest.raises(TargetMismatch, match=LEAKS):
+            model.generate_batch(**pad_prompt(prompts()[0]))
+        assert model.generate_batch(*row(5, 7, 9)).input_ids.tolist() == [[7, 9, 0]]
+    with BackendStream(leaking, prompts(), vocab_size=64) as stream, pytest.raises(TargetMismatch, match=LEAKS):
+        stream.take(1)

@@ -93,10 +93,8 @@ def test_a_shard_that_is_stored_otherwise_than_the_contract_says_is_refused(
     ("supervision", "field", "value"),
     [
         ("target_probs", "dtype", "float32"),
-        ("target_probs", "hidden_size", 8),
         ("target_probs", "target_fingerprint", "another"),
         ("target_probs", "supervision", "logits"),
-        ("logits", "vocab_size", 12),
     ],
 )
 def test_whatever_a_sample_shows_of_the_contract_must_be_so(supervision: str, field: str, value: object) -> None:
@@ -104,6 +102,21 @@ def test_whatever_a_sample_shows_of_the_contract_must_be_so(supervision: str, fi
     seen, reason = streamed(contract(supervision, **{field: value}), valid(supervision), is_it)
     assert seen == 0
     assert f"wanted {field}={value}, got {field}={getattr(is_it, field)}" in reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "feature", "widths"),
+    [
+        ("hidden_size", 8, "aux_hidden_states", "wanted 24 (3 layers of hidden_size 8), got 12;"),
+        ("vocab_size", 12, "logits", "wanted 12 (vocab_size), got 11;"),
+    ],
+)
+def test_states_and_logits_are_as_wide_as_the_contracts_target(
+    field: str, value: int, feature: str, widths: str
+) -> None:
+    seen, reason = streamed(contract("logits", **{field: value}), valid("logits"), contract("logits"))
+    assert seen == 0
+    assert f"{feature} of another width than the run's contract says, {widths}" in reason
 
 
 @pytest.mark.parametrize(("needs", "given"), [("logits", "last_hidden_states"), ("last_hidden_states", "logits")])

@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers as hf
 
+import pipeline
 from eaglefeed.errors import ConfigError, SchemaError, TargetMismatch, TargetUnavailable
 from eaglefeed.producer.checkpoint import Checkpoint
 from eaglefeed.producer.engines.vllm import VLLMEagle3TargetModel, captured_layers, open_vllm
 from eaglefeed.producer.target import HFEagle3TargetModel
+from eaglefeed.schema.prompt import PromptRow
 from fake_vllm import FakeVLLM
 from tiny_target import tiny_model, tiny_sizes
 
@@ -152,6 +154,57 @@ def test_a_row_as_long_as_the_models_positions_passes_and_a_longer_one_is_refuse
     assert opened.generate_batch(ones[:, :128], ones[:, :128], ones[:, :128]).aux_hidden_states.shape == (1, 128, 96)
     with pytest.raises(SchemaError, match="at most 128, got 129"):
         opened.generate_batch(ones, ones, ones)
+
+
+SHARED = [(7 * at) % 64 for at in range(64)]
+ASKED = [SHARED + [n] * 16 for n in (1, 2, 1)]
+"""Two prompts of 80 tokens that share 64, and the first once more."""
+
+
+def ids_of(prompt: list[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([prompt])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+
+
+def test_prompts_that_share_a_prefix_have_a_state_for_each_token(opened: VLLMEagle3TargetModel, model: Any):
+    own = HFEagle3TargetModel(model, AUX)
+    for prompt in ASKED:
+        same(opened.generate_batch(**ids_of(prompt)), own.generate_batch(**ids_of(prompt)))
+
+
+def test_an_engine_with_a_prefix_cache_that_shortens_captures_is_refused_at_the_start(
+    fake: FakeVLLM, checkpoint: Checkpoint
+):
+    fake.caches = True
+    with pytest.raises(
+        TargetMismatch, match=r"prefix caching .* shortens captures\), wanted 128, got 16; .*--no-enable-"
+    ):
+        connected(fake, checkpoint)
+
+
+def test_a_prefix_cache_that_comes_later_ends_the_producer_and_no_prompt_is_lost(
+    opened: VLLMEagle3TargetModel, fake: FakeVLLM
+):
+    run = pipeline.Run(clock=pipeline.TurnableClock())
+    run.target = opened
+    run.feed(*(pipeline.prompt(at, rows=(PromptRow(tuple(ids), (1,) * 80),)) for at, ids in enumerate(ASKED)))
+    fake.requests.clear()
+    fake.caches = True
+    with pytest.raises(TargetMismatch, match=r"prefix caching .* shortens captures\), wanted 80, got 16"):
+        run.produce(own=pipeline.contract(hidden_size=32, vocab_size=64))
+    assert (run.samples.stats().ready, run.prompts.stats().ready, run.prompts.stats().dead) == (1, 2, 0)
+
+
+def test_a_row_longer_than_the_server_takes_never_reaches_it(fake: FakeVLLM, checkpoint: Checkpoint):
+    fake.max_model_len = 33  # one of them is for the token that it generates
+    target = connected(fake, checkpoint)
+    fake.requests.clear()
+    assert target.max_positions == 32
+    target.generate_batch(**ids_of([3] * 32))
+    with pytest.raises(SchemaError, match="row longer than the target's positions, wanted at most 32, got 33"):
+        target.generate_batch(**ids_of([3] * 33))
+    assert [len(request["prompt"]) for request in fake.requests] == [32]
+    target.close()
 
 
 @pytest.mark.parametrize("fault", ["no file", "cut", "no lock", "503", "429"])

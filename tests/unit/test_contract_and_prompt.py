@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from eaglefeed.errors import ContractMismatch, SchemaError, SchemaVersionError
 from eaglefeed.schema.contract import RunContract
 from eaglefeed.schema.prompt import Prompt, PromptRow, decode_prompt, encode_prompt
+from eaglefeed.schema.refs import FeatureSpec
 
 
 def _contract(**changes: object) -> RunContract:
@@ -49,6 +50,23 @@ def test_every_differing_field_is_named_with_both_values(field: str) -> None:
     assert other.id != _contract().id
     with pytest.raises(ContractMismatch, match=rf"wanted {field}=\S+, got {field}={value}"):
         _contract().require(other, "producer p")
+
+
+@pytest.mark.parametrize(("hidden_size", "good", "bad"), [(8, 24, 12), (4, 12, 16), (4, 12, 24)])
+def test_aux_states_are_three_times_as_wide_as_the_target_whatever_the_drafts_size(
+    hidden_size: int, good: int, bad: int
+) -> None:
+    contract = _contract(hidden_size=hidden_size)
+
+    def specs(width: int) -> dict[str, FeatureSpec]:
+        rows = {name: FeatureSpec((1, 5), "int64") for name in ("input_ids", "attention_mask", "loss_mask")}
+        floats = {"aux_hidden_states": width, "logits": 11}
+        return {name: FeatureSpec((1, 5, size), "float32") for name, size in floats.items()} | rows
+
+    said = {"sample_id": "a", "run_id": "r", "store_uri": "mem://x", "key": "k", "num_tokens": 5}
+    assert contract.ref_of(specs=specs(good), **said).contract == contract.id
+    with pytest.raises(ContractMismatch, match=rf"a: aux_hidden_states .* wanted {good} \(3 layers .*\), got {bad};"):
+        contract.ref_of(specs=specs(bad), **said)
 
 
 COMPACT = {"supervision": "last_hidden_states", "head_digest": "d", "schema_version": 2}

@@ -209,6 +209,12 @@ def test_a_draft_takes_its_sizes_from_gpt2() -> None:
     assert (config.rms_norm_eps, config.rope_theta) == (1e-6, 10000.0)
 
 
+def test_a_draft_takes_its_sizes_from_mpt() -> None:
+    mpt = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 4096, "vocab_size": 50368}
+    config = DraftConfig.from_target_config(mpt, draft_vocab_size=8)
+    assert (config.hidden_size, config.num_attention_heads, config.max_position_embeddings) == (2048, 16, 4096)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -150,6 +150,13 @@ def test_packed_rows_as_tensors_by_hand() -> None:
     }
 
 
+def test_padding_is_told_by_a_rows_length_though_its_own_tokens_are_the_padding_token() -> None:
+    plain = prompt(PromptRow((7, 0, 0), (0, 1, 1)), PromptRow((0,), (0,)), PromptRow((0, 0, 0, 2), (0, 0, 0, 1)))
+    got = pad_prompt(plain)
+    assert got["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]
+    assert got["loss_mask"].tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 1]]
+
+
 def test_rows_without_packing_have_no_packing_features() -> None:
     assert list(pad_prompt(prompt(PromptRow((1, 2), (0, 1))))) == ["input_ids", "attention_mask", "loss_mask"]
 

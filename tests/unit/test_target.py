@@ -9,7 +9,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from eaglefeed.errors import SchemaError, TargetMismatch
-from eaglefeed.producer.target import HFEagle3TargetModel, _decoder_layers
+from eaglefeed.producer.probing import decoder_layers
+from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.refs import FeatureSpec
 from eaglefeed.schema.values import validate_eagle3_tensors
 from tiny_target import LAYOUTS, Louder, tiny_model, tiny_sizes
@@ -69,9 +70,9 @@ def test_lists_inside_a_layer_are_not_taken_for_the_layers():
         layer.experts = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
     backbone = nn.Module()
     backbone.h = layers
-    assert _decoder_layers(backbone, 3) is layers
+    assert decoder_layers(backbone, 3) is layers
     with pytest.raises(TargetMismatch, match="wanted a list of 4"):
-        _decoder_layers(backbone, 4)
+        decoder_layers(backbone, 4)
 
 
 def test_a_second_call_gives_the_same(target: HFEagle3TargetModel):
@@ -184,7 +185,7 @@ def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
     config = hf.OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=7, num_attention_heads=4)
     config.word_embed_proj_dim, config.max_position_embeddings = 32, 64
     target = HFEagle3TargetModel(tiny_model(config), AUX)
-    with pytest.raises(SchemaError, match="OPTForCausalLM: the target lets packed documents see each other"):
+    with pytest.raises(TargetMismatch, match="OPTForCausalLM: the target lets packed documents see each other"):
         target.generate_batch(IDS[:1], REAL[:1], LOSS[:1], **PACKED)
 
 
@@ -192,6 +193,9 @@ def test_a_model_that_lets_packed_documents_see_each_other_is_refused():
     ("ids", "attention", "loss", "message"),
     [
         (IDS, REAL[:, :8], LOSS, "need one shape"),
+        (IDS[:0], REAL[:0], LOSS[:0], r"no rows or no tokens, .* got \[0, 9\]"),
+        (IDS[:, :0], REAL[:, :0], LOSS[:, :0], r"no rows or no tokens, .* got \[2, 0\]"),
+        (IDS + 0.5, REAL, LOSS, "input_ids hold no whole numbers"),
         (IDS, torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1]).expand(2, 9), LOSS, "padding between real tokens"),
         (IDS, REAL * torch.tensor([[1], [0]]), LOSS, "a row without tokens"),
         (IDS, REAL * 2, LOSS, "attention_mask is no mask"),

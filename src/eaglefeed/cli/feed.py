@@ -241,7 +241,8 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     from eaglefeed.schema.prompt import encode_prompt
 
     target = settings.target
-    sizes = target_sizes(target.name, target.cache_dir, trust_remote_code=target.trust_remote_code)
+    remote = target.trust_remote_code
+    sizes = target_sizes(target.name, target.cache_dir, trust_remote_code=remote, engine=target.engine)
     reader = PromptReader(settings, max_positions=sizes.max_positions, vocab_size=sizes.vocab_size)
     mapping = vocabulary_map(settings, reader.tokenizer_fingerprint)
     produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0

@@ -7,6 +7,7 @@ from eaglefeed.config import Settings
 from eaglefeed.errors import TargetMismatch
 from eaglefeed.interop.features import ImportTarget
 from eaglefeed.producer.checkpoint import Checkpoint
+from eaglefeed.producer.configuration import size_of
 from eaglefeed.producer.engine import checked_layer_ids
 from eaglefeed.producer.loading import tokenizer_fingerprint
 from eaglefeed.schema.contract import IMPORTED, RunContract
@@ -54,14 +55,14 @@ class TargetEnds:
     def _contract(self, settings: Settings, checkpoint: Checkpoint, origin: str) -> RunContract:
         """Who tokenized and masked the rows is not known, but that no producer of this run may do it otherwise."""
         config, produce = checkpoint.config, settings.produce
-        longest = getattr(config, "max_position_embeddings", None) or settings.feed.max_length
+        longest = checkpoint.max_positions or settings.feed.max_length
         return RunContract(
             target=settings.target.name,
             target_fingerprint=checkpoint.fingerprint(),
             dtype=settings.target.dtype,
-            hidden_size=int(config.hidden_size),
+            hidden_size=size_of(config, "hidden_size"),
             vocab_size=self._parts.vocab_size,
-            aux_layer_ids=checked_layer_ids(settings.target.aux_layer_ids, int(config.num_hidden_layers)),
+            aux_layer_ids=checked_layer_ids(settings.target.aux_layer_ids, checkpoint.num_layers),
             supervision="last_hidden_states",
             aux_storage=produce.aux_storage,
             supervision_rows=produce.supervision_rows,

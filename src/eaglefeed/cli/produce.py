@@ -157,7 +157,7 @@ def _contract(
     return RunContract(
         target=settings.target.name,
         target_fingerprint=backend.fingerprint(),
-        dtype=settings.target.dtype,
+        dtype=backend.dtype,
         hidden_size=backend.hidden_size,
         vocab_size=backend.vocab_size,
         aux_layer_ids=backend.aux_layer_ids,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eaglefeed.cli.beside import check_beside, check_contract
 from eaglefeed.cli.common import (
     ConfigOption,
     JsonOption,
@@ -24,6 +25,7 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SampleCorrupt, SchemaError
+from eaglefeed.schema.contract import CONTRACT_FILE
 from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
 from eaglefeed.schema.refs import SampleRef, decode_ref, ref_from_json
 from eaglefeed.storage.base import SHARD_KEY, FeatureStore, key_of
@@ -150,6 +152,7 @@ def _check_open(fd: int, path: Path, depth: _Depth) -> None:
     header = read_header(fd, os.fstat(fd).st_size, path.name)
     ref = ref_of(header, f"file://{path.parent.absolute()}", path.name)
     validate_any_ref(ref)
+    check_beside(ref, path)
     _check_name(path, ref)
     if depth is _Depth.DIGESTS:
         check_digests(fd, header, ref.sample_id)
@@ -179,6 +182,7 @@ def _check_json(path: Path) -> None:
 def _check_payload(payload: bytes, store: FeatureStore, depth: _Depth) -> None:
     ref = decode_ref(payload)
     validate_any_ref(ref)
+    check_contract(ref, store.get_document(CONTRACT_FILE))
     check_header(store.header(ref), ref)
     if depth is not _Depth.HEADERS:
         tensors = store.get(ref)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -215,7 +216,7 @@ def aux_outputs(model: "PreTrainedModel", layer_ids: Sequence[int]) -> Iterator[
 
     def keep(layer_id: int) -> Any:
         def hook(_module: nn.Module, _inputs: object, output: Any) -> None:
-            outputs[layer_id] = output[0] if isinstance(output, tuple) else output
+            outputs[layer_id] = output[0] if isinstance(output, tuple | list) else output
 
         return hook
 
@@ -229,7 +230,9 @@ def aux_outputs(model: "PreTrainedModel", layer_ids: Sequence[int]) -> Iterator[
 
 def _decoder_layers(model: "PreTrainedModel") -> nn.ModuleList:
     wanted = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
+    # The decoder first: what sees images may have as many layers.
+    parts = (part for part in (model.get_decoder(), model) if isinstance(part, nn.Module))
+    for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(module, nn.ModuleList) and len(module) == wanted:
             return module
     raise TargetMismatch("no list of decoder layers found", subject=type(model).__name__, wanted=f"{wanted} layers")

@@ -10,6 +10,9 @@ from eaglefeed.errors import ConfigError
 __all__ = ["DraftConfig"]
 
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """Sizes of a draft; the names are Hugging Face's.
@@ -75,7 +78,7 @@ class DraftConfig:
         """
         config = config.get("text_config") or config
         hidden = _size(config, "hidden_size", "n_embd", "d_model")
-        heads = _size(config, "num_attention_heads", "n_head", "num_heads")
+        heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         return cls(
             hidden_size=hidden,
             intermediate_size=intermediate_size or _size(config, "intermediate_size", "n_inner", default=4 * hidden),
@@ -84,7 +87,7 @@ class DraftConfig:
             head_dim=_size(config, "head_dim", default=hidden // heads),
             rms_norm_eps=float(_first(config, "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps") or 1e-5),
             rope_theta=_rope_theta(config),
-            max_position_embeddings=_size(config, "max_position_embeddings", "n_positions", default=2048),
+            max_position_embeddings=_size(config, *_POSITIONS, default=2048),
             vocab_size=_size(config, "vocab_size"),
             draft_vocab_size=draft_vocab_size,
             ttt_steps=ttt_steps,

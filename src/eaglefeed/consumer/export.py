@@ -140,7 +140,9 @@ def _config(
 def _server_layer_ids(target_config: Mapping[str, Any], aux_layer_ids: Sequence[int]) -> list[int] | None:
     """The ids as servers count them; None for the default, which they take by themselves."""
     text_config = target_config.get("text_config") or target_config
-    num_layers = text_config.get("num_hidden_layers") or text_config["n_layer"]
+    num_layers = next(
+        text_config[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if text_config.get(name)
+    )
     try:
         default = default_aux_layer_ids(num_layers)
     except SchemaError:  # a target too shallow to have one

@@ -68,6 +68,8 @@ class Materializer:
             raise ContractMismatch(what, subject=ref.sample_id, wanted=self._contract_id, got=ref.contract)
         if self._contract is None:
             self._check_head(ref)
+        else:
+            self._contract.require_widths(ref.feature_specs, ref.sample_id)
         validate_ref(ref, self._schema_version)
         if self._head is not None:
             self._head.check(ref)

@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from eaglefeed.errors import TargetUnavailable
+from eaglefeed.producer.configuration import check_kind, max_positions, read_config, size_of, text_config
 from eaglefeed.producer.loading import WeightsDigest, resolve_target, translated
 from eaglefeed.producer.parts import TargetParts, backbone_of
+from eaglefeed.producer.probing import layer_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +39,7 @@ class Checkpoint:
 
     Raises:
         TargetUnavailable: no such target, or one without safetensors files.
+        TargetMismatch: one that cannot be a target.
     """
 
     def __init__(
@@ -45,7 +48,10 @@ class Checkpoint:
         self.name, self.source = name, resolve_target(name, cache_dir)
         self.dtype, self.trust_remote_code = dtype, trust_remote_code
         with translated(name):
-            self._model = _empty_model(self.source, getattr(torch, dtype), trust_remote_code)
+            config = read_config(self.source, trust_remote_code=trust_remote_code)
+        check_kind(config, name)
+        with translated(name):
+            self._model = _empty_model(config, getattr(torch, dtype), trust_remote_code)
             self._files = dict(_tensor_files(self.source))
         if not self._files:
             raise self._unusable("no safetensors files in its checkpoint")
@@ -54,7 +60,17 @@ class Checkpoint:
     @property
     def config(self) -> Any:
         """The target's text configuration."""
-        return self._model.config.get_text_config()
+        return text_config(self._model.config)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return size_of(self.config, "num_hidden_layers", self.name)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions, if its configuration says so."""
+        return max_positions(self.config)
 
     def parts(self, device: str) -> TargetParts:
         """Embeddings, final norm and head on `device`; nothing else is read.
@@ -80,7 +96,7 @@ class Checkpoint:
         model = _one_layer_model(self._model.config, getattr(torch, self.dtype), self.trust_remote_code)
         if sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1:
             raise self._unusable("its model embeds more than tokens, which what enters the last layer holds already")
-        last = int(self.config.num_hidden_layers) - 1
+        last = self.num_layers - 1
         outside = (model.get_input_embeddings(), model.get_output_embeddings())
         left = {tensor.data_ptr() for module in outside for tensor in module.state_dict().values()}
         for name, tensor in model.state_dict().items():  # with the buffers that a checkpoint holds
@@ -150,15 +166,14 @@ class LastLayer:
 
     def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's output and last hidden states, both [n, H], of the [n, H] states that enter it."""
-        outputs: list[Any] = []
-        hook = self._layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        outputs: list[Tensor] = []
+        hook = self._layer.register_forward_hook(lambda _module, _args, output: outputs.append(layer_output(output)))
         try:
             with torch.no_grad():
                 last: Tensor = self._backbone(inputs_embeds=states[None], use_cache=False).last_hidden_state
         finally:
             hook.remove()
-        output: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-        return output[0], last[0]
+        return outputs[0][0], last[0]
 
 
 def _one_layer_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> "PreTrainedModel":
@@ -174,10 +189,9 @@ def _one_layer_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -
     return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def _empty_model(source: str, dtype: torch.dtype, trust_remote_code: bool) -> "PreTrainedModel":
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _empty_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from eaglefeed.errors import SchemaError
+from eaglefeed.errors import SchemaError, TargetMismatch
+from eaglefeed.producer.configuration import longest_row, max_positions, size_of
 from eaglefeed.producer.parts import TargetParts
 from eaglefeed.producer.rows import Rows, check_packing, right_padded
 from eaglefeed.producer.supervision import compact_supervision, draft_supervision, logits_supervision
@@ -81,12 +82,12 @@ class Eagle3Target(Eagle3TargetBackend):
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return int(self.parts.config.num_hidden_layers)
+        return size_of(self.parts.config, "num_hidden_layers")
 
     @property
     def hidden_size(self) -> int:
         """H."""
-        return int(self.parts.config.hidden_size)
+        return size_of(self.parts.config, "hidden_size")
 
     @property
     def vocab_size(self) -> int:
@@ -96,7 +97,7 @@ class Eagle3Target(Eagle3TargetBackend):
     @property
     def max_positions(self) -> int | None:
         """Tokens a row may have, if the target says so."""
-        return getattr(self.parts.config, "max_position_embeddings", None)
+        return longest_row(max_positions(self.parts.config), self.engine)
 
     @property
     def dtype(self) -> str:
@@ -191,6 +192,7 @@ class Eagle3Target(Eagle3TargetBackend):
 
         Raises:
             SchemaError: rows that the contract or the target does not allow.
+            TargetMismatch: packed rows for a target that does not keep their documents apart.
         """
         validate_eagle3_packing_inputs(position_ids=position_ids, seq_lens=seq_lens, doc_remaining=doc_remaining)
         ids, attention, loss = (tensor.to(self.device) for tensor in (input_ids, attention_mask, loss_mask))
@@ -251,9 +253,8 @@ class Eagle3Target(Eagle3TargetBackend):
         packing = dict(zip(EAGLE3_PACKING_FEATURES, moved, strict=True))
         check_packing(packing, real)
         if not self._isolates_documents:
-            raise SchemaError(
-                "the target lets packed documents see each other", subject=self._kind, fix="feed without packing"
-            )
+            fix = "feed without packing, or run it with vllm or sglang, which take each document by itself"
+            raise TargetMismatch("the target lets packed documents see each other", subject=self._kind, fix=fix)
         return packing
 
     @property
@@ -280,7 +281,8 @@ def checked_layer_ids(layer_ids: tuple[int, ...] | None, num_layers: int) -> tup
         SchemaError: not three distinct layers of a model of `num_layers`, or one too shallow for the default.
     """
     ids = default_aux_layer_ids(num_layers) if layer_ids is None else tuple(layer_ids)
-    if len(ids) != NUM_AUX_LAYERS or len(set(ids)) != len(ids) or not all(0 <= layer < num_layers for layer in ids):
+    in_bounds = all(type(layer) is int and 0 <= layer < num_layers for layer in ids)  # True is an int too
+    if not in_bounds or len(set(ids)) != len(ids) or len(ids) != NUM_AUX_LAYERS:
         fix = f"pass three distinct aux_layer_ids from 0 to {num_layers - 1}; they mean the layers' outputs"
         raise SchemaError("impossible aux_layer_ids", got=list(ids), fix=fix)
     return cast("tuple[int, int, int]", ids)

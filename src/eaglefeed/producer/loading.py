@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eaglefeed.errors import ConfigError, InputError, TargetUnavailable
 from eaglefeed.logs import get_logger
+from eaglefeed.producer.configuration import check_kind, read_config
 from eaglefeed.producer.parts import gathered
 from eaglefeed.storage.files import at_home
 
@@ -75,12 +76,16 @@ def load_target(
 
     Raises:
         TargetUnavailable: no such target, or it cannot be loaded; names both ways to get one.
+        TargetMismatch: one that cannot be a target.
     """
     from transformers import AutoModelForCausalLM
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     source = resolve_target(name, cache_dir)
+    with translated(name):
+        config = read_config(source, trust_remote_code=trust_remote_code)
+    check_kind(config, name)
     with translated(name):
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from eaglefeed.errors import TargetMismatch
+from eaglefeed.producer.configuration import size_of, text_config
 from eaglefeed.schema.batch import EmbeddingHolder
 from eaglefeed.schema.head import LogitRule, head_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TargetParts", "backbone_of", "gathered"]
+__all__ = ["TargetParts", "backbone_of", "check_width", "gathered"]
 
 _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
@@ -51,11 +53,16 @@ class TargetParts:
 
     @classmethod
     def of_model(cls, model: "PreTrainedModel") -> "TargetParts":
-        """Those of a model, not copied."""
-        config, backbone = model.config.get_text_config(), backbone_of(model)
+        """Those of a model, not copied.
+
+        Raises:
+            TargetMismatch: embeddings or head are missing, of a part of the vocabulary, or of another width than H.
+        """
+        config, backbone = text_config(model.config), backbone_of(model)
         found = (getattr(backbone, name, None) for name in _NORM_NAMES)
         norm = next((module for module in found if isinstance(module, nn.Module)), None)
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        _check_tables(embeddings, head, config, type(model).__name__)
         return cls(config, embeddings, head, norm, LogitRule.of_config(config))
 
     @property
@@ -90,8 +97,37 @@ class TargetParts:
 
 def backbone_of(model: "PreTrainedModel") -> nn.Module:
     """The part of a model that gives last hidden states."""
-    decoder = model.get_decoder()
-    return cast("nn.Module", model.base_model if decoder is None or decoder is model else decoder)
+    # Of some models get_decoder is the head or the model itself, and of some base_model is.
+    tried = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+    parts = (part for part in tried if isinstance(part, nn.Module) and part is not model)
+    return next((part for part in parts if _holds_layers(part)), model)
+
+
+def check_width(width: int, vocab_size: int, name: str) -> None:
+    """Check that logits or their head are of the whole vocabulary.
+
+    Raises:
+        TargetMismatch: they are narrower, as a head is that is shared between processes and not gathered.
+    """
+    if width < vocab_size:
+        what = "its logits are of a part of its vocabulary, as one process of several that share a head has them"
+        fix = "gather them in the model, or let vllm or sglang share it (target.tp_size)"
+        raise TargetMismatch(what, subject=name, wanted=vocab_size, got=width, fix=fix)
+
+
+def _check_tables(embeddings: Any, head: Any, config: Any, name: str) -> None:
+    for what, module in (("input embeddings", embeddings), ("head", head)):
+        if not isinstance(getattr(module, "weight", None), Tensor):
+            raise TargetMismatch(f"its {what} cannot be found", subject=name)
+    check_width(int(head.weight.shape[0]), size_of(config, "vocab_size", name), name)
+    wanted, got = size_of(config, "hidden_size", name), int(embeddings.weight.shape[1])
+    if got != wanted:
+        what = "its embeddings, which the draft shares, are of another width than its states"
+        raise TargetMismatch(what, subject=name, wanted=wanted, got=got)
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
 def _weights(part: str, module: nn.Module | None) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eaglefeed.errors import TargetUnavailable
+from eaglefeed.producer.configuration import check_kind, longest_row, max_positions, read_config, size_of, text_config
 from eaglefeed.producer.loading import resolve_target
 from eaglefeed.schema.eagle3 import NUM_AUX_LAYERS
 from eaglefeed.schema.refs import DTYPE_BYTES
@@ -15,7 +16,7 @@ __all__ = ["Encoding", "TargetSizes", "sample_bytes", "target_sizes"]
 
 
 class TargetSizes(NamedTuple):
-    """H, V and L of a target, and the longest sequence it takes (None: unknown)."""
+    """H, V and L of a target, and the longest row it takes (None: unknown)."""
 
     hidden_size: int
     vocab_size: int
@@ -32,22 +33,24 @@ class Encoding(NamedTuple):
     draft_vocab_size: int = 0
 
 
-def target_sizes(name: str, cache_dir: Path | None = None, *, trust_remote_code: bool = False) -> TargetSizes:
-    """Read a target's configuration, not its weights.
+def target_sizes(
+    name: str, cache_dir: Path | None = None, *, trust_remote_code: bool = False, engine: str = "hf"
+) -> TargetSizes:
+    """Read a target's configuration, not its weights; the engine that will run it bounds its rows.
 
     Raises:
         TargetUnavailable: no such target.
+        TargetMismatch: one that cannot be a target.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(resolve_target(name, cache_dir), trust_remote_code=trust_remote_code)
+        config = read_config(resolve_target(name, cache_dir), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         fix = "pass --target with a Hugging Face id or a local folder"
         raise TargetUnavailable("no configuration", subject=name, got=str(error).split("\n")[0], fix=fix) from None
-    config = config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    return TargetSizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, longest)
+    check_kind(config, name)
+    text = text_config(config)
+    hidden, vocab, layers = (size_of(text, size) for size in ("hidden_size", "vocab_size", "num_hidden_layers"))
+    return TargetSizes(hidden, vocab, layers, longest_row(max_positions(text), engine))
 
 
 def sample_bytes(prompt: "Prompt", sizes: TargetSizes, encoding: Encoding, *, dtype: str) -> int:

@@ -9,13 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eaglefeed.errors import TargetMismatch
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.engine import Eagle3Target
+from eaglefeed.producer.engines.documents import documents_of
 from eaglefeed.producer.loading import target_fingerprint
-from eaglefeed.producer.parts import TargetParts, backbone_of, gathered
+from eaglefeed.producer.parts import TargetParts, backbone_of, check_width, gathered
+from eaglefeed.producer.probing import check_states, decoder_layers, isolates_documents, layer_output, looks_ahead
 from eaglefeed.producer.rows import Rows
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class HFEagle3TargetModel(Eagle3Target):
 
     Raises:
         SchemaError: ids that are not three distinct layers of the model, or a model too shallow for the default.
-        TargetMismatch: its decoder layers cannot be found; or, with `compact`, its logits are more than its head.
+        TargetMismatch: its decoder layers cannot be found, or do not give one causal state of H numbers a token; it
+            holds a part of its vocabulary; or, with `compact`, its logits are more than its head.
     """
 
     engine = "hf"
@@ -47,7 +50,10 @@ class HFEagle3TargetModel(Eagle3Target):
         self.model = model.eval()
         super().__init__(TargetParts.of_model(model), aux_layer_ids, compact=compact)
         self._backbone = backbone_of(model)
-        self._layers = _decoder_layers(self._backbone, self.num_layers)
+        self._layers = decoder_layers(self._backbone, self.num_layers)
+        self._rows_apart = _measures_rows(self.parts.config)
+        self._head_alone = True
+        self._states_dtype = self._try_layers().dtype
         self._head_alone = self._head_is_enough()
         if compact and not self._head_alone:
             what = (
@@ -58,8 +64,8 @@ class HFEagle3TargetModel(Eagle3Target):
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the dtype of the features."""
-        return str(self.model.dtype).removeprefix("torch.")
+        """Torch's name of the dtype of the features, which of some models is not that of their weights."""
+        return str(self._states_dtype).removeprefix("torch.")
 
     @property
     def device(self) -> torch.device:
@@ -76,15 +82,31 @@ class HFEagle3TargetModel(Eagle3Target):
 
     @cached_property
     def _isolates_documents(self) -> bool:
-        """Whether a second document's states stay the same when the first one changes."""
-        ids = torch.tensor([[0, 1, 2], [3, 4, 2]], device=self.device) % self.vocab_size
-        positions = torch.tensor([[0, 1, 0]], device=self.device).expand_as(ids)
-        with torch.no_grad():
-            one, other = self._run(ids, positions)[0][:, 2]
-        return torch.allclose(one, other, rtol=1e-3, atol=1e-3)
+        if self._rows_apart:
+            return True
+        if "chunked_attention" in (getattr(self.parts.config, "layer_types", None) or ()):
+            return False  # transformers counts chunks from the row's start, not from the document's
+        return isolates_documents(self._aux, self.vocab_size, self.device)
 
     def _forward(self, rows: Rows, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        return (self._run_each if self._rows_apart else self._run_all)(rows, position_ids)
+
+    def _run_all(self, rows: Rows, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._run(rows.input_ids, position_ids)
+
+    def _run_each(self, rows: Rows, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Each document in a forward of its own, without padding."""
+        whole: list[Tensor] = []
+        for row, start, ids in documents_of(rows, position_ids):
+            parts = self._run(torch.tensor([ids], device=self.device), None)
+            whole = whole or [part.new_zeros(*rows.real.shape, part.shape[-1]) for part in parts]
+            for place, part in zip(whole, parts, strict=True):
+                place[row, start : start + len(ids)] = part[0]
+        return whole[0], whole[1]
+
+    def _aux(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return self._run(input_ids, position_ids)[0]
 
     def _run(self, input_ids: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Aux states [B, S, 3H] and what logits are made of: last hidden states [B, S, H], or the logits themselves.
@@ -103,7 +125,7 @@ class HFEagle3TargetModel(Eagle3Target):
         outputs: dict[int, Tensor] = {}
 
         def keep(layer: int, output: Any) -> None:
-            outputs[layer] = output[0] if isinstance(output, tuple) else output
+            outputs[layer] = layer_output(output)
 
         def hook_of(layer: int) -> Any:
             return lambda _module, _args, output: keep(layer, output)
@@ -118,27 +140,53 @@ class HFEagle3TargetModel(Eagle3Target):
     def _logits(self, last: Tensor) -> Tensor:
         return super()._logits(last) if self._head_alone else last
 
-    def _head_is_enough(self) -> bool:
-        """Whether head, scale and softcap give the model's own logits; some models do more on the way."""
+    def _try_layers(self) -> Tensor:
+        """Aux states of a few tokens.
+
+        Raises:
+            TargetMismatch: they are not what the contract calls so.
+        """
         ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        self._head_alone = True
+        try:
+            aux = self._aux(ids, None)
+        except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+            got = f"{type(error).__name__}: {str(error)[:200]}"
+            raise TargetMismatch("no states come out of its layers", subject=self._kind, got=got) from error
+        check_states(aux, ids, self.hidden_size, self._kind)
+        if looks_ahead(self._aux, self.vocab_size, self.device):
+            fix = "use a causal language model: a draft cannot see what comes after"
+            raise TargetMismatch("its states see the tokens behind them", subject=self._kind, fix=fix)
+        return aux
+
+    def _head_is_enough(self) -> bool:
+        """Whether head, scale and softcap give the model's own logits; some models do more on the way.
+
+        Raises:
+            TargetMismatch: they are of a part of the vocabulary.
+        """
+        ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
         with torch.no_grad():
             mine = self._logits(self._run(ids, None)[1])
             wanted = gathered(self.model(input_ids=ids, use_cache=False).logits)
-        same = mine.dtype == wanted.dtype and torch.allclose(mine.float(), wanted.float(), rtol=1e-3, atol=1e-3)
+        check_width(wanted.shape[-1], self.vocab_size, self._kind)
+        same = mine.shape == wanted.shape and mine.dtype == wanted.dtype
+        same = same and torch.allclose(mine.float(), wanted.float(), rtol=1e-3, atol=1e-3)
         if not same:
             _log.info("logits_taken_whole", reason="they are more than the head's", price="memory for [B, S, V]")
         return same
 
 
-def _decoder_layers(backbone: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The outermost list of `num_layers` modules: lists inside layers (experts) lie deeper."""
-    lists = [
-        (name.count("."), module)
-        for name, module in backbone.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    if not lists:
-        kind = type(backbone).__name__
-        raise TargetMismatch("its decoder layers cannot be found", subject=kind, wanted=f"a list of {num_layers}")
-    return min(lists, key=lambda found: found[0])[1]
+def _measures_rows(config: Any) -> bool:
+    """Whether rotary frequencies change with the length of the longest row of a forward, padding included.
+
+    "longrope" has one set of them up to its original positions and another beyond; a row would have the other states
+    beside a longer one.
+    """
+    rules = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return any("longrope" in (rule.get("rope_type"), rule.get("type")) for rule in _dicts(rules))
+
+
+def _dicts(rules: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rules for all layers, and those that stand for a kind of layers each."""
+    yield rules
+    yield from (rule for rule in rules.values() if isinstance(rule, dict))

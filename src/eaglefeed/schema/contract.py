@@ -142,8 +142,10 @@ class RunContract(BaseModel):
             num_tokens: of its rows.
 
         Raises:
+            ContractMismatch: states or logits are not as wide as the target's.
             SchemaError: the contract's schema version has no such sample.
         """
+        self.require_widths(specs, sample_id)
         ref = SampleRef(
             sample_id=sample_id,
             run_id=run_id,
@@ -161,6 +163,20 @@ class RunContract(BaseModel):
         validate_ref(ref, self.schema_version)
         return ref
 
+    def require_widths(self, specs: "Mapping[str, FeatureSpec]", sample_id: str) -> None:
+        """Check that aux states are of each layer and as wide as the target's, and logits of its whole vocabulary.
+
+        Raises:
+            ContractMismatch: names both widths; a draft's own have no say in it.
+        """
+        layers = len(self.aux_layer_ids)
+        aux = (layers * self.hidden_size, f"{layers} layers of hidden_size {self.hidden_size}")
+        for name, (width, why) in {"aux_hidden_states": aux, "logits": (self.vocab_size, "vocab_size")}.items():
+            got = specs[name].shape[-1:] if name in specs else (width,)
+            if got != (width,):
+                what, wanted = f"{name} of another width than the run's contract says", f"{width} ({why})"
+                raise ContractMismatch(what, subject=sample_id, wanted=wanted, got=", ".join(map(str, got)))
+
     def require_sample(self, ref: SampleRef, stored: "Mapping[str, Tensor]") -> None:
         """Check that a sample is what this contract says, as far as a sample shows it; its id alone is a claim.
 
@@ -171,16 +187,13 @@ class RunContract(BaseModel):
         Raises:
             ContractMismatch: names every field that differs, with both values.
         """
+        self.require_widths(ref.feature_specs, ref.sample_id)
         aux_storage, supervision_rows = stored_form(stored)
-        aux = ref.feature_specs["aux_hidden_states"]
         shown = {
             "target_fingerprint": ref.target_model_version,
-            "dtype": aux.dtype,
-            "hidden_size": aux.shape[-1] // 3,
+            "dtype": ref.feature_specs["aux_hidden_states"].dtype,
             "supervision": next(names[0] for names in SUPERVISION_ENCODINGS if names[0] in ref.feature_specs),
             "aux_storage": aux_storage,
             "supervision_rows": supervision_rows,
         }
-        if "logits" in ref.feature_specs:
-            shown["vocab_size"] = ref.feature_specs["logits"].shape[-1]
         self.require(self.model_copy(update=shown), ref.sample_id)

@@ -38,8 +38,7 @@ __all__ = [
 
 EAGLE3_SCHEMA_VERSION = 1
 NUM_AUX_LAYERS = 3
-_FLOATS = ("bfloat16", "float16", "float32")
-_INT = ("int64",)
+_FLOATS, _INT = ("bfloat16", "float16", "float32"), ("int64",)
 
 T = TypeVar("T")
 Encodings = tuple[tuple[str, ...], ...]
@@ -110,6 +109,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
     ids = (1, num_layers // 2 - 1, num_layers - 4)
     if len(set(ids)) < NUM_AUX_LAYERS or not all(0 <= layer < num_layers for layer in ids):
         fix = f"pass three distinct aux_layer_ids from 0 to {num_layers - 1}"
+        fix = fix if num_layers >= len(ids) else "too few for three aux_layer_ids: use another target"
         raise SchemaError(f"no default aux layers for a model of {num_layers} layers", got=list(ids), fix=fix)
     return ids
 

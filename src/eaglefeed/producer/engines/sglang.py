@@ -27,8 +27,6 @@ __all__ = ["SGLangEagle3TargetModel", "engine_arguments", "open_sglang"]
 
 _VERSIONS = ((0, 5, 23), (0, 6))
 _RANGE = ">=0.5.23,<0.6"
-_RESERVED = 8
-"""Positions that SGLang keeps for what it generates."""
 
 
 class SGLangEagle3TargetModel(Eagle3Target):
@@ -57,12 +55,6 @@ class SGLangEagle3TargetModel(Eagle3Target):
         self._last_layer = checkpoint.last_layer(device)
         self._layers = _captured_layers(self.aux_layer_ids, self.num_layers)
         self._probe()
-
-    @property
-    def max_positions(self) -> int | None:
-        """Tokens a row may have."""
-        own = super().max_positions
-        return None if own is None else own - _RESERVED
 
     def fingerprint(self) -> str:
         """The RunContract's `target_fingerprint`; the engine hf's, where the checkpoint allows."""
@@ -141,7 +133,7 @@ def engine_arguments(
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.3,
     }
-    on_cpu["max_total_tokens"] = 4 * int(getattr(checkpoint.config, "max_position_embeddings", 0) or 8192)
+    on_cpu["max_total_tokens"] = 4 * (checkpoint.max_positions or 8192)
     return {
         "model_path": checkpoint.source,
         "dtype": checkpoint.dtype,
@@ -154,9 +146,7 @@ def engine_arguments(
         "enable_return_hidden_states": True,
         "enable_return_aux_hidden_states": True,
         "speculative_algorithm": "EAGLE3",
-        "return_aux_hidden_state_layer_ids": list(
-            _captured_layers(aux_layer_ids, int(checkpoint.config.num_hidden_layers))
-        ),
+        "return_aux_hidden_state_layer_ids": list(_captured_layers(aux_layer_ids, checkpoint.num_layers)),
         "log_level": "warning",
     } | (on_cpu if kind == "cpu" else {})
 
@@ -171,7 +161,7 @@ def open_sglang(
         TargetUnavailable: it does not start.
         SchemaError, TargetMismatch: as SGLangEagle3TargetModel's.
     """
-    ids = checked_layer_ids(aux_layer_ids, int(checkpoint.config.num_hidden_layers))
+    ids = checked_layer_ids(aux_layer_ids, checkpoint.num_layers)
     arguments = engine_arguments(checkpoint, ids, device=device, tp_size=tp_size)
     kind = _engine_class(arguments)
     try:

@@ -36,6 +36,8 @@ __all__ = ["VLLMEagle3TargetModel", "captured_layers", "open_vllm", "said_token"
 _AT_ONCE = 16
 _ATTEMPTS = 3
 _SWEEP_S, _ORPHAN_S = 60.0, 900.0
+_CACHED_TOKENS = 300
+"""More than two blocks of vLLM's cache: those that are full are found again."""
 _log = get_logger(__name__)
 
 
@@ -94,11 +96,13 @@ class VLLMEagle3TargetModel(Eagle3Target):
         Raises:
             ConfigError: it is no vLLM server, or its folder is not the one that was given.
             TargetUnavailable: nobody answers.
-            TargetMismatch: it runs another target, or one whose logits are more than its head.
+            TargetMismatch: it runs another target, or one whose logits are more than its head; or its captures are cut
+                short by a prefix cache.
         """
         self._model, self._longest = self._ask_model()
         try:
             self._probe()
+            self._probe_cache()
         except MissingCapture as error:
             if not isinstance(self._server, RunningServer):
                 raise
@@ -210,6 +214,12 @@ class VLLMEagle3TargetModel(Eagle3Target):
             logits = self._logits(self._normed(states.to(self.device))[-1:])[0]
         check_probe(logits, token, logprob, self._checkpoint.name)
 
+    def _probe_cache(self) -> None:
+        """Capture one row twice: what a prefix cache leaves out is told before a sample is made."""
+        row = [token % self.vocab_size for token in range(min(_CACHED_TOKENS, self._longest))]
+        for _ in range(2):
+            self._capture(row)
+
 
 def captured_layers(aux_layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     """Ids of vLLM, ascending, of these layers' outputs and of what enters the final norm; each once."""
@@ -248,7 +258,7 @@ def open_vllm(
         SchemaError, TargetUnavailable, TargetMismatch: as VLLMEagle3TargetModel's and its `connect`'s.
     """
     # Before the start: a wrong id crashes the engine in its first forward.
-    ids = checked_layer_ids(aux_layer_ids, int(checkpoint.config.num_hidden_layers))
+    ids = checked_layer_ids(aux_layer_ids, checkpoint.num_layers)
     if url and folder is None:
         fix = "pass its shared_storage_path as target.engine_dir"
         raise ConfigError("a running engine needs the folder of its captures", subject=url, fix=fix)
@@ -256,7 +266,7 @@ def open_vllm(
         server: Server = RunningServer(url, folder)
     else:
         check_installed(python or sys.executable)
-        layers = captured_layers(ids, int(checkpoint.config.num_hidden_layers))
+        layers = captured_layers(ids, checkpoint.num_layers)
         launch = launch_of(
             checkpoint,
             python=python or sys.executable,

@@ -74,6 +74,7 @@ class Launch:
         if self.cache_bytes is not None:
             named["kv-cache-memory-bytes"] = str(self.cache_bytes)
         flags = ["--enforce-eager", "--skip-tokenizer-init", "--disable-uvicorn-access-log", "--disable-log-stats"]
+        flags += ["--no-enable-prefix-caching"]  # no row comes twice, and older ones captured no cached tokens
         flags += ["--trust-remote-code"] if self.trust_remote_code else []
         options = [part for name, value in named.items() for part in (f"--{name}", value)]
         env = ["env", *(f"{name}={value}" for name, value in added.items())]
@@ -107,7 +108,7 @@ def launch_of(
         max_length: the longest row; the target's positions by default.
         device: the kind counts alone: on a CPU the cache gets a size here, else a share of the GPU's memory.
     """
-    positions = int(getattr(checkpoint.config, "max_position_embeddings", 0) or 8192)
+    positions = checkpoint.max_positions or 8192
     longest = 1 + min(max_length or positions, positions)
     return Launch(
         python=python,
@@ -127,7 +128,7 @@ def _cache_bytes(checkpoint: Checkpoint, num_layers: int, longest: int) -> int:
     heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     key_value = 2 * int(getattr(config, "num_key_value_heads", None) or heads) * head_dim
-    numbers = int(config.num_hidden_layers) * key_value + num_layers * int(config.hidden_size)
+    numbers = checkpoint.num_layers * key_value + num_layers * int(config.hidden_size)
     return max(2**30, 8 * longest * numbers * DTYPE_BYTES[checkpoint.dtype])
 
 
