@@ -33,7 +33,16 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _pairs(value: object) -> object:
+    """Accept the mapping {a: b} and its spelling "a:b,c:d"."""
+    if not isinstance(value, str):
+        return value
+    parts = (part.partition(":") for part in value.strip("{} ").split(",") if part)
+    return {name.strip(): known.strip() for name, _, known in parts}
+
+
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Role = Literal["system", "user", "assistant", "tool"]
 Groups = Annotated[
     tuple[GroupName, ...], Field(min_length=1), NoDecode, BeforeValidator(_words), AfterValidator(_distinct)
 ]
@@ -160,6 +169,12 @@ class FeedSection(_Section):
 
     max_length: Annotated[int, Field(gt=1)] = 2048
     """Tokens that a row is cut to."""
+    max_line_bytes: Annotated[int, Field(gt=0)] = 64 * 2**20
+    """Longer lines of a file are rejected unread."""
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Share of rejected rows above which `feed` and `vocab` refuse a file, and `answers` fails at its end; 0: any."""
+    role_aliases: Annotated[dict[str, Role], NoDecode, BeforeValidator(_pairs)] = {}
+    """Names of roles in the rows, and the roles they are: bot:assistant,narrator:system."""
     batch_size: Annotated[int, Field(gt=0)] = 1
     """Rows of one sample."""
     packing: bool = False

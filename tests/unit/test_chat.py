@@ -29,7 +29,7 @@ def test_sharegpt_rows_become_the_same_chat_as_openai_rows():
         ({"messages": "hi"}, "no list of turns"),
         ({"messages": ["hi"]}, "turn is no object: turn 0"),
         ({"messages": [MESSAGES[0], {"role": "laguna_s", "content": "x"}]}, "unknown role 'laguna_s': turn 1"),
-        ({"messages": [{"content": "x"}]}, "unknown role 'None'"),
+        ({"messages": [{"content": "x"}]}, r"a turn without a role: turn 0, keys \['content'\]"),
         ({"messages": [MESSAGES[0], {"role": "assistant", "content": None}]}, "content is null: turn 1"),
         ({"messages": [{"role": "user", "content": 3}]}, "neither text nor a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"no text \(image_url\): turn 0"),

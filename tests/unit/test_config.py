@@ -181,7 +181,10 @@ def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.dtype=float8", "wanted 'float32' or 'bfloat16', got 'float8'"),
         ("run.id=../x", "wanted pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$', got '../x'"),
         ("queue.groups=a,a", "queue.groups: a name is listed twice, got 'a,a'"),
-        ("feed.max_len=5", "feed.max_len: no such setting, wanted batch_size, keep_open, max_length, packing"),
+        (
+            "feed.max_len=5",
+            "feed.max_len: no such setting, wanted batch_size, keep_open, max_length, max_line_bytes, max_rej",
+        ),
         ("serve.port=" + "9" * 500, "wanted less than or equal to 65535, got '999"),
     ],
 )

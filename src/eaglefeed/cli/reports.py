@@ -1,15 +1,19 @@
 """How the commands tell what became of a file's rows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eaglefeed.cli.common import emit
 from eaglefeed.cli.letters import one_line
+from eaglefeed.errors import InputError
 from eaglefeed.ops.wording import human_bytes
 
 if TYPE_CHECKING:
     from eaglefeed.producer.jsonl import ReadReport
 
-__all__ = ["describe_read", "human_bytes"]
+__all__ = ["describe_read", "human_bytes", "refusal_told"]
 
 _SHOWN = 20
 
@@ -29,3 +33,14 @@ def describe_read(report: "ReadReport", path: Path) -> tuple[dict[str, Any], lis
     lines += [f"{path}: {count} rejected: {reason}" for reason, count in report.reasons.most_common()]
     lines.append(f"{path}: {report.accepted} accepted, {report.duplicates} duplicates, {report.rejected} rejected")
     return document, [one_line(line) for line in lines]
+
+
+@contextmanager
+def refusal_told(report: "ReadReport", path: Path, *, as_json: bool) -> Iterator[None]:
+    """Where the file is refused, print what became of its rows, and let the error go on."""
+    try:
+        yield
+    except InputError as error:
+        document, lines = describe_read(report, path)
+        emit(as_json, document | {"refused": str(error)}, lines if report.accepted or report.rejected else [])
+        raise

@@ -1,4 +1,4 @@
-"""`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract."""
+"""`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract, and rows of JSONL."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +20,7 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.rows import check_rows
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SchemaError
 from eaglefeed.schema.eagle3_compact import decode_stored, validate_any_ref
@@ -41,7 +42,9 @@ _MAX_JSON_BYTES = 64 * 1024
 
 def validate(
     ctx: typer.Context,
-    paths: Annotated[list[Path] | None, typer.Argument(help="Shards, folders, or refs in JSON.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Shards, folders, refs in JSON, or conversations in JSONL.")
+    ] = None,
     queue: Annotated[bool, typer.Option("--queue", help="Check the refs of the run's samples queue.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Read the tensors too: checksums and values.")] = False,
     run: RunOption = None,
@@ -50,12 +53,19 @@ def validate(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check samples: headers and refs, or with --values the tensors too. One line a fault; exits 0 or 3."""
+    """Check samples: headers and refs, or with --values the tensors too. One line a fault; exits 0 or 3.
+
+    Of conversations (.jsonl) the form is checked, row by row, without a target: its template is asked by `feed`.
+    """
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store)
     if not paths and not queue:
         raise ConfigError("nothing to validate", fix="pass shards, folders or refs, or --queue with --run")
-    checked, faults = 0, []
-    for name, check in chain(_in_paths(paths or [], values), _in_queue(settings, values) if queue else ()):
+    checked, faults = 0, list[dict[str, str]]()
+    for path in filter(_has_rows, paths or []):
+        num_rows, found = check_rows(path, settings.feed)
+        checked, faults = checked + num_rows, faults + found
+    others = [path for path in paths or [] if not _has_rows(path)]
+    for name, check in chain(_in_paths(others, values), _in_queue(settings, values) if queue else ()):
         checked += 1
         try:
             check()
@@ -67,6 +77,10 @@ def validate(
     emit(as_json, {"checked": checked, "faults": faults}, [*lines, f"{checked} checked, {len(faults)} with faults"])
     if faults:
         raise typer.Exit(_FAILED)
+
+
+def _has_rows(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".ndjson") and not path.is_dir()
 
 
 def _in_paths(paths: list[Path], values: bool) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from eaglefeed.cli.common import ConfigOption, JsonOption, TargetOption, emit, read_settings
-from eaglefeed.cli.reports import describe_read
+from eaglefeed.cli.prompts import row_rules
+from eaglefeed.cli.reports import describe_read, refusal_told
 
 __all__ = ["vocab"]
 
@@ -31,7 +32,9 @@ def vocab(
 
     tokenizer, report = target_tokenizer(settings), ReadReport()
     width = target_sizes(settings.target.name, settings.target.cache_dir).vocab_size
-    counts = count_loss_tokens(conversations, tokenizer, report, max_length=settings.feed.max_length, vocab_size=width)
+    length, rules = settings.feed.max_length, row_rules(settings.feed)
+    with refusal_told(report, conversations, as_json=as_json):
+        counts = count_loss_tokens(conversations, tokenizer, report, max_length=length, vocab_size=width, **rules)
     mapping = VocabMapping.from_counts(
         counts, draft_vocab_size=settings.draft.vocab_size, vocab_size=width, always=reserved_token_ids(tokenizer)
     )

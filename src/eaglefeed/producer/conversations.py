@@ -1,14 +1,14 @@
 """Conversations to work items: tokenized, masked, cut, checked, and grouped or packed. One pass, bounded memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from eaglefeed.producer.chat import ChatIds, RowFault, parse_chat
-from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, Row, read_rows
+from eaglefeed.producer.chat import Chat, ChatIds, RowFault, parse_chat
+from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, read_rows
 from eaglefeed.producer.masking import tokenize_chat
 from eaglefeed.schema.prompt import Prompt, PromptRow
 
@@ -38,6 +38,8 @@ def read_conversations(
     *,
     max_length: int,
     max_line_bytes: int = MAX_LINE_BYTES,
+    role_aliases: Mapping[str, str] | None = None,
+    max_rejected_share: float = 1.0,
 ) -> Iterator[Conversation]:
     """Tokenize a JSONL file with the target's chat template, in the file's order.
 
@@ -47,29 +49,31 @@ def read_conversations(
         report: counts every row; complete once the iterator is exhausted.
         max_length: tokens a row is cut to, before it is checked for tokens to learn from.
         max_line_bytes: longer lines are rejected unread.
+        role_aliases: names of roles in the file → the roles they are.
+        max_rejected_share: of the file's rows, 0 to 1.
 
     Raises:
         ConfigError: the file cannot be read.
-        InputError: (at its end) not one row of it was accepted.
+        InputError: it is no JSONL; or (at its end) not one row of it was accepted, or too many were rejected.
     """
     ids = ChatIds()
     for row in read_rows(path, report, max_line_bytes=max_line_bytes):
         try:
-            conversation = _conversation(tokenizer, row, ids, report, max_length)
+            chat = parse_chat(row.data, role_aliases)
+            conversation = _conversation(tokenizer, chat, row.line, ids, report, max_length)
         except RowFault as fault:
             report.reject(row.line, row.id, str(fault))
         else:
             if conversation is not None:
                 report.accepted += 1
                 yield conversation
-    report.require_accepted(path)
+    report.require_accepted(path, max_rejected_share=max_rejected_share)
 
 
 def _conversation(
-    tokenizer: "PreTrainedTokenizerBase", row: Row, ids: ChatIds, report: ReadReport, max_length: int
+    tokenizer: "PreTrainedTokenizerBase", chat: Chat, line: int, ids: ChatIds, report: ReadReport, max_length: int
 ) -> Conversation | None:
-    chat = parse_chat(row.data)
-    if not ids.is_new(chat, row.line):
+    if not ids.is_new(chat, line):
         report.duplicates += 1
         return None
     tokens = tokenize_chat(tokenizer, chat)
@@ -77,7 +81,7 @@ def _conversation(
     if not any(loss_mask):
         raise RowFault("no loss tokens after truncation" if any(tokens.loss_mask) else "no loss tokens")
     report.unsupervised_turns += tokens.unsupervised_turns
-    return Conversation(chat.sample_id, row.line, tuple(input_ids), tuple(loss_mask))
+    return Conversation(chat.sample_id, line, tuple(input_ids), tuple(loss_mask))
 
 
 def batches(conversations: Iterator[Conversation], batch_size: int) -> Iterator[list[Conversation]]:
