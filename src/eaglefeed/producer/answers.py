@@ -11,6 +11,7 @@ import torch
 
 from eaglefeed.producer.answer_file import OTHER_FILE, answers_before, appending
 from eaglefeed.producer.chat import Chat, ChatIds, RowFault, parse_chat
+from eaglefeed.producer.encoding import encode_start
 from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, Row, read_rows
 from eaglefeed.producer.loading import eos_token_ids
 from eaglefeed.producer.masking import render
@@ -154,9 +155,10 @@ def _questions(
 def _question(tokenizer: "PreTrainedTokenizerBase", chat: Chat, room: int) -> _Question:
     if chat.messages[-1]["role"] not in ("user", "tool"):
         raise RowFault(f"nothing to answer: it ends in a turn of {chat.messages[-1]['role']}")
-    input_ids = tokenizer(render(tokenizer, chat, len(chat.messages)), add_special_tokens=False)["input_ids"]
+    text = render(tokenizer, chat, len(chat.messages))
+    input_ids = encode_start(tokenizer, text, max(room, 0))["input_ids"]
     if len(input_ids) > room:
-        raise RowFault(f"too long for the target: {len(input_ids)} tokens, at most {room}")
+        raise RowFault(f"too long for the target: more than {room} tokens")
     return _Question(chat, input_ids)
 
 

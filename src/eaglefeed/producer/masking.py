@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 
 from eaglefeed.producer.chat import Chat, RowFault
+from eaglefeed.producer.encoding import encode_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,12 +39,17 @@ def render(tokenizer: "PreTrainedTokenizerBase", chat: Chat, num_messages: int |
     return _render(tokenizer, messages, chat.tools, as_prompt=num_messages is not None)
 
 
-def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> TokenizedChat:
+def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat, *, max_length: int | None = None) -> TokenizedChat:
     """Tokenize a chat once, as a whole, and mark the assistant's tokens.
 
     Special-token text inside content becomes special ids, as it does on a server. A template with generation tags
     gives its own mask. Elsewhere an earlier turn that the whole text does not hold as it was when the target wrote it
     (thinking that is taken out later) gets no loss; the last assistant turn must be there so.
+
+    Args:
+        tokenizer: the target's own.
+        chat: the conversation.
+        max_length: tokens that matter; of a text far longer than these, no more may come.
 
     Raises:
         RowFault: the template refuses the chat, drops its tool calls, or rewrites its last turn.
@@ -53,7 +59,7 @@ def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> Tokenized
     if _GENERATION_TAG.search(tokenizer.get_chat_template(tools=chat.tools)):
         return _tagged(tokenizer, chat)
     spans = _assistant_spans(tokenizer, chat, text)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    encoded = encode_start(tokenizer, text, max_length)
     starts = [start for start, _ in encoded["offset_mapping"]]
     found = [span for span in spans if span is not None]
     return TokenizedChat(encoded["input_ids"], _mask(starts, found), len(spans) - len(found))
