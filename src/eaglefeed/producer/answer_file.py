@@ -50,17 +50,18 @@ def answers_before(output: Path) -> dict[str, int]:
     Raises:
         InputError: it holds other things than answers.
     """
-    found, done, last_line = ReadReport(), {}, 0
+    found, done, last_whole = ReadReport(), {}, 0
     for row in read_rows(output, found):
+        last_whole = row.line
         try:
             chat = _answered(row.data)
         except RowFault as fault:
             found.reject(row.line, row.id, str(fault))
         else:
-            done[chat.sample_id], last_line = chat.digest(-1), row.line
+            done[chat.sample_id] = chat.digest(-1)
     with output.open("r+b") as file:
         start, half = _unfinished_line(file)
-        is_cut = bool(found.rejections) and found.rejections[-1].line > last_line and _is_ours(half)
+        is_cut = bool(found.rejections) and found.rejections[-1].line > last_whole and _is_ours(half)
         if found.rejected > is_cut:
             got = f"line {found.rejections[0].line}: {found.rejections[0].reason}"
             raise InputError("holds other things than answers", subject=str(output), got=got, fix=OTHER_FILE)
