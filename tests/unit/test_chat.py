@@ -1,5 +1,6 @@
 """Rows become chats, or are rejected with a reason that names the fault."""
 
+import json
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ def test_sharegpt_rows_become_the_same_chat_as_openai_rows():
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"id": 1.5, "messages": MESSAGES}, "id is neither text nor an integer: float"),
         ({"id": True, "messages": MESSAGES}, "id is neither text nor an integer: bool"),
-        ({"messages": MESSAGES, "tools": {}}, "tools is no list"),
+        ({"messages": MESSAGES, "tools": {"f": 1}}, "tools is no list"),
+        ({"messages": MESSAGES, "tools": "{bad"}, "tools are not JSON"),
         ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions are not read: bring them as tools"),
         ({"messages": MESSAGES, "system": ["S"]}, "system is no text: list"),
         ({"messages": [{"role": "system", "content": "A"}, *MESSAGES], "system": "B"}, "system twice"),
@@ -89,7 +91,9 @@ def test_names_of_both_forms_can_be_mixed_within_a_turn():
 def test_a_system_text_beside_the_turns_becomes_the_first_of_them():
     system = [{"role": "system", "content": "S"}]
     inside = parse_chat({"id": "1", "messages": [*system, *MESSAGES]})
-    assert parse_chat({"id": "1", "messages": MESSAGES, "system": "S"}) == inside
+    for key in ("system", "system_prompt"):
+        assert parse_chat({"id": "1", "messages": MESSAGES, key: "S"}) == inside
+    assert parse_chat({"messages": MESSAGES, "system": ""}) == parse_chat({"messages": MESSAGES})
     assert parse_chat({"id": "1", "messages": [*system, *MESSAGES], "system": "S"}) == inside
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ok"}]
     assert parse_chat({"id": "1", "conversations": sharegpt, "system": "S"}) == inside
@@ -139,6 +143,13 @@ def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: ob
 def test_arguments_that_python_alone_could_read_or_nobody_reject_the_row(arguments: str):
     with pytest.raises(RowFault, match="arguments are not JSON: turn 1"):
         parse_chat({"messages": [MESSAGES[0], call(arguments)]})
+
+
+def test_tools_are_the_same_as_a_list_and_as_its_json():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    spelled = [parse_chat({"messages": MESSAGES, "tools": each}) for each in (tools, json.dumps(tools))]
+    assert spelled[0] == spelled[1]
+    assert spelled[0].tools == tools
 
 
 def test_malformed_tool_call_arguments_reject_the_row_with_the_turn():

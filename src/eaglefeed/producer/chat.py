@@ -73,7 +73,7 @@ class ChatIds:
 def parse_chat(row: dict[str, Any], role_aliases: Mapping[str, str] | None = None) -> Chat:
     """Bring a row to one form: OpenAI `messages`, or ShareGPT `conversations` (from/value or role/content).
 
-    A key that is null is as good as absent, in the row and in its turns. The row's `system`, if it is a text, becomes
+    A key that is null is as good as absent, in the row and in its turns. The row's `system` or `system_prompt` becomes
     the first turn.
 
     The sample id is the row's `id` (a string or an integer) where it is a safe one, else its safe characters and a
@@ -96,17 +96,26 @@ def parse_chat(row: dict[str, Any], role_aliases: Mapping[str, str] | None = Non
     if row.get("functions"):
         raise RowFault("functions are not read: bring them as tools")
     roles = _ROLES | {name: _ROLES[role] for name, role in (role_aliases or {}).items()}
-    messages = _with_system(row.get("system"), [_message(index, turn, roles) for index, turn in enumerate(turns)])
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise RowFault("tools is no list")
-    tools = tools or None
-    _check_values(tools, "tools")
+    messages = _with_system(row, [_message(index, turn, roles) for index, turn in enumerate(turns)])
+    tools = _tools(row.get("tools"))
     return Chat(_sample_id(row.get("id"), messages, tools), messages, tools, cut_off=row.get("finish") == "length")
 
 
-def _with_system(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if system is None:
+def _tools(tools: object) -> list[Any] | None:
+    if isinstance(tools, str) and tools:  # as tables hold them, whose columns have one kind
+        try:
+            tools = parse_json(tools)
+        except ValueError:
+            raise RowFault("tools are not JSON") from None
+    if tools and not isinstance(tools, list):
+        raise RowFault("tools is no list")
+    _check_values(tools, "tools")
+    return list(tools) if isinstance(tools, list) and tools else None
+
+
+def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = row.get("system") or row.get("system_prompt")
+    if not system:
         return messages
     if not isinstance(system, str):
         raise RowFault(f"system is no text: {type(system).__name__}")
