@@ -1,5 +1,6 @@
 """The sections of the settings, frozen: defaults, bounds, and what each field means. config.py reads them."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -34,10 +35,12 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _pairs(value: object) -> object:
-    """Accept the mapping {a: b} and its spelling "a:b,c:d"."""
+    """Accept the mapping {a: b} and its spellings "a:b,c:d" and JSON."""
     if not isinstance(value, str):
         return value
-    parts = (part.partition(":") for part in value.strip("{} ").split(",") if part)
+    if value.startswith("{"):
+        return json.loads(value)
+    parts = (part.partition(":") for part in value.split(",") if part)
     return {name.strip(): known.strip() for name, _, known in parts}
 
 

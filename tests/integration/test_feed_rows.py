@@ -89,11 +89,16 @@ def test_an_unknown_role_rejects_the_row_and_an_alias_makes_it_a_known_one(shell
     assert samples_of("default")["r7"] == shifted(turns("hi", "ok", "bye", "cya"))
 
 
-@pytest.mark.parametrize("text", ["laguna_s:oracle", "laguna_s", '{"laguna_s": "assistant"}'])
+@pytest.mark.parametrize("text", ["laguna_s:oracle", "laguna_s", "{laguna_s: assistant}"])
 def test_an_alias_for_no_known_role_is_no_setting(shell: Shell, text: str) -> None:
     ended = shell.run("feed", write_rows(Path("one.jsonl"), [conversation(0)]), f"feed.role_aliases={text}")
     assert ended.code == 2
     assert "feed.role_aliases" in ended.err
+
+
+def test_aliases_can_be_json_in_a_variable(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLEFEED_FEED__ROLE_ALIASES", '{"laguna_s": "assistant"}')
+    assert shell.run("feed", write_rows(Path("roles.jsonl"), [ODD_ROLES]), "--json").document["rejected"] == 0
 
 
 def test_aliases_stand_in_a_settings_file_too_and_hold_for_the_vocabulary(shell: Shell) -> None:
