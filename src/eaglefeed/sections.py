@@ -1,10 +1,13 @@
 """The sections of the settings, frozen: defaults, bounds, and what each field means. config.py reads them."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
+
+from eaglefeed.setting_kinds import TemplateValues
 
 __all__ = [
     "AccessSection",
@@ -143,6 +146,10 @@ class TargetSection(_Section):
     """Threads of torch; 0 leaves them to torch."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint: only for one that you trust as a program."""
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    """What its chat template is told, as a server tells it: {"enable_thinking": false}; JSON on the command line."""
+    chat_template_date: date | None = None
+    """The date that a template which writes one is told, as 2026-01-31; each day's own by default."""
     engine: Literal["hf", "vllm", "sglang"] = "hf"
     """What runs it: transformers in this process, a vLLM server, or SGLang."""
     engine_url: str = ""

@@ -87,6 +87,7 @@ def parse_chat(row: dict[str, Any]) -> Chat:
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise RowFault("tools is no list")
+    tools = tools or None
     return Chat(_sample_id(row.get("id"), messages, tools), messages, tools, cut_off=row.get("finish") == "length")
 
 
@@ -97,8 +98,8 @@ def _message(index: int, turn: object) -> dict[str, Any]:
     role = turn.get(name)
     if not isinstance(role, str) or role not in _ROLES:
         raise RowFault(f"unknown role {str(role)[:64]!r}: turn {index}")
-    message = {key: value for key, value in turn.items() if key not in (name, content_key)}
-    if calls := message.get("tool_calls"):
+    message = {key: value for key, value in turn.items() if key not in (name, content_key) and value is not None}
+    if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _tool_calls(index, calls)
     content = _content(index, turn.get(content_key), has_calls=bool(calls) and _ROLES[role] == "assistant")
     return {"role": _ROLES[role], "content": content, **message}
@@ -128,7 +129,7 @@ def _part(index: int, part: object) -> str:
 
 
 def _tool_calls(index: int, calls: object) -> list[Any]:
-    """OpenAI's form holds the arguments as a JSON string; templates want the object."""
+    """OpenAI's form holds the arguments as a JSON string; templates want the object, and would quote a string again."""
     if not isinstance(calls, list):
         raise RowFault(f"tool_calls is no list: turn {index}")
     return [_tool_call(index, call) for call in calls]
@@ -138,12 +139,14 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"a tool call without a function's name: turn {index}")
-    arguments = function.get("arguments")
+    arguments = function.get("arguments") or {}  # servers take "" and null for none, too
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RowFault(f"tool call arguments are not JSON: turn {index}") from None
+    if not isinstance(arguments, dict):
+        raise RowFault(f"tool call arguments are no object ({type(arguments).__name__}): turn {index}")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -72,11 +72,12 @@ def _conversation(
     if not ids.is_new(chat, row.line):
         report.duplicates += 1
         return None
-    tokens = tokenize_chat(tokenizer, chat)
+    tokens = tokenize_chat(tokenizer, chat, max_length=max_length)
     input_ids, loss_mask = tokens.input_ids[:max_length], tokens.loss_mask[:max_length]
-    if not any(loss_mask):
-        raise RowFault("no loss tokens after truncation" if any(tokens.loss_mask) else "no loss tokens")
+    if not any(loss_mask[1:]):  # a first token has nothing before it to be predicted from
+        raise RowFault("no loss tokens after truncation" if any(tokens.loss_mask[max_length:]) else "no loss tokens")
     report.unsupervised_turns += tokens.unsupervised_turns
+    report.unrendered.update(tokens.unrendered)
     return Conversation(chat.sample_id, row.line, tuple(input_ids), tuple(loss_mask))
 
 

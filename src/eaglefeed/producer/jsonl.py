@@ -47,6 +47,7 @@ class ReadReport:
         rejections: the kept rejections.
         reasons: rejected rows by reason, without the row's own details.
         unsupervised_turns: assistant turns without loss, since the template renders them otherwise later on.
+        unrendered: turns that the template leaves out of the text, by role.
     """
 
     accepted: int = 0
@@ -54,6 +55,7 @@ class ReadReport:
     rejections: list[Rejection] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     unsupervised_turns: int = 0
+    unrendered: Counter[str] = field(default_factory=Counter)
 
     @property
     def rejected(self) -> int:
