@@ -65,6 +65,32 @@ def test_malformed_tool_call_arguments_reject_the_row_with_the_turn():
         parse_chat({"messages": [MESSAGES[0], call("{bad")]})
 
 
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: object):
+    found = parse_chat({"messages": [MESSAGES[0], call(arguments)]}).messages[1]["tool_calls"]
+    assert found[0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), (7, "int"), ("NaN", "float")]
+)
+def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: object, kind: str):
+    with pytest.raises(RowFault, match=rf"arguments are no object \({kind}\): turn 1"):
+        parse_chat({"messages": [MESSAGES[0], call(arguments)]})
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_keys_without_a_value_are_as_if_they_were_not_there(calls: object):
+    bare = {"role": "assistant", "content": "ok", "tool_calls": calls, "name": None, "reasoning_content": None}
+    row = {"id": "1", "messages": [MESSAGES[0], bare], "tools": []}
+    assert parse_chat(row) == parse_chat({"id": "1", "messages": MESSAGES})
+
+
+def test_other_keys_of_a_turn_are_kept():
+    turn = MESSAGES[1] | {"reasoning_content": "t", "name": "n"}
+    assert parse_chat({"messages": [MESSAGES[0], turn]}).messages[1] == turn
+
+
 @pytest.mark.parametrize("row_id", ["a", 17, "x.y_z-1"])
 def test_a_safe_id_is_kept(row_id: object):
     assert parse_chat({"id": row_id, "messages": MESSAGES}).sample_id == str(row_id)

@@ -98,14 +98,7 @@ def load_tokenizer(
     template_values: Mapping[str, Any] | None = None,
     template_date: date | None = None,
 ) -> "PreTrainedTokenizerBase":
-    """Load the target's own tokenizer.
-
-    Args:
-        name: as `load_target`'s, like all that is not told here.
-        cache_dir: where a converted GGUF is kept.
-        trust_remote_code: run code that comes with the checkpoint.
-        template_values: what its chat template is told, such as enable_thinking.
-        template_date: the date it is told; None for each day's.
+    """Load the target's own tokenizer; the parameters are `load_target`'s, and what its chat template is told.
 
     Raises:
         TargetUnavailable: no such target, or no fast tokenizer with it.

@@ -18,7 +18,10 @@ __all__ = ["TokenizedChat", "tokenize_chat"]
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPEN_THINKING = re.compile(r"<[^<>/]*think[^<>/]*>\s*\Z")
+_EMPTY_THINKING = re.compile(r"\A\s*<([^<>/]*think[^<>/]*)>\s*</\1>\s*")
+_TAG = re.compile(r"<[^<>]+>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_MAX_RENDERED = 512
 _Span = tuple[int, int]
 
 
@@ -55,7 +58,7 @@ def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat, *, max_lengt
         RowFault: the template refuses the chat, drops its tool calls, or rewrites its last turn.
     """
     turns = _Turns(tokenizer, chat)
-    text, last = turns.last(render(tokenizer, chat))
+    text, last = turns.last()
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
     starts = _starts(encoded)
     limit = len(text) if max_length is None or max_length >= len(starts) else starts[max_length]
@@ -84,34 +87,46 @@ class _Turns:
             raise RowFault("no assistant turn that answers something: a server never answers an empty conversation")
         self._always_closes = False
 
-    def last(self, text: str) -> tuple[str, _Span]:
-        """The last turn's place, in this text or in one that holds it as it was written.
+    def last(self) -> tuple[str, _Span]:
+        """The chat's text and the last turn's place in it: as the template has it, or else as it was written.
 
         Raises:
             RowFault: neither can be; says why.
         """
         index = self._indices[-1]
-        prompt, whole = self._prompt(index), self._whole(index)
+        prompt = self._prompt(index)
+        try:
+            text = render(self._tokenizer, self._chat)
+        except RowFault as fault:  # perhaps for what the answer holds, which no server would ask it about
+            return self._as_written(index, prompt, fault)
         self._require_tool_calls(text)
+        whole = self._whole(index)
         self._always_closes = self._closes_every_text(whole, index)
         span = self._span(index, prompt, whole, text)
         if span and self._chat.cut_off:
-            span = self._cut_off(span, index)
-        return (text, span) if span else self._as_written(index, prompt)
+            span = self._cut_off(index, prompt, whole)
+        return (text, span) if span else self._as_written(index, prompt, self._rewritten(index))
 
     def earlier(self, text: str, limit: int) -> list[_Span | None]:
-        """The places of the others that begin before the limit; None for a turn that is not there as it was written."""
+        """The places of the others that begin before the limit; None for a turn that is not there as it was written.
+
+        Each takes two renderings of all before it, so those behind the first 512 are left without loss.
+        """
         spans: list[_Span | None] = []
         for index in self._indices[:-1]:
-            try:
-                prompt = self._prompt(index) if index else ""
-                if len(prompt) >= limit:
-                    break
-                # A server never answers an empty conversation, so nobody wrote a first turn.
-                spans.append(self._span(index, prompt, self._whole(index), text) if index else None)
-            except RowFault:  # the template refuses this prompt, so no server was asked it
-                spans.append(None)
+            place = self._place(index, text) if len(spans) < _MAX_RENDERED else None
+            if place is not None and place[0] >= limit:
+                break
+            spans.append(place)
         return spans
+
+    def _place(self, index: int, text: str) -> _Span | None:
+        if index == 0:  # a server never answers an empty conversation, so nobody wrote it
+            return None
+        try:
+            return self._span(index, self._prompt(index), self._whole(index), text)
+        except RowFault:  # the template refuses this prompt, so no server was asked it
+            return None
 
     def _rendered(self, messages: list[dict[str, Any]], *, as_prompt: bool = False) -> str:
         return render_turns(self._tokenizer, messages, self._chat.tools, as_prompt=as_prompt)
@@ -125,11 +140,17 @@ class _Turns:
 
     def _span(self, index: int, prompt: str, whole: str, text: str) -> _Span | None:
         """Where the turn stands in the text; None if what comes before it, or itself, is rendered otherwise there."""
-        end = next((len(each) for each in self._ends(whole) if text.startswith(each)), None)
-        if end is None or not (whole.startswith(prompt) and text.startswith(prompt)):
+        if not (whole.startswith(prompt) and text.startswith(prompt)):
             return None
-        is_there = _is_as_written(self._chat.messages[index], whole[len(prompt) :], index)
-        return (len(prompt), max(end, len(prompt))) if is_there else None
+        message, start = self._chat.messages[index], len(prompt)
+        if not _is_as_written(message, whole[start:], index):
+            return None
+        for end in self._ends(whole):
+            # Some templates put an empty thinking before the last answer, and nothing there once it is an earlier one.
+            for turn in (end[start:], end[start:] if _thinking(message) else _EMPTY_THINKING.sub("", end[start:])):
+                if text.startswith(turn, start):
+                    return start, start + len(turn)
+        return None
 
     def _ends(self, whole: str) -> list[str]:
         """The text up to the turn's end; for templates that close every text, or the last turn alone, without that."""
@@ -155,32 +176,45 @@ class _Turns:
         if bare != turns and self._rendered(bare) == text:
             raise RowFault("the template renders no tool_calls: their turn would be empty (content null)")
 
-    def _cut_off(self, span: _Span, index: int) -> _Span | None:
+    def _cut_off(self, index: int, prompt: str, whole: str) -> _Span | None:
         """The turn up to where it was cut, since its end is not the target's; None if the template rewrites it."""
-        message, start = self._chat.messages[index], span[0]
+        message, start = self._chat.messages[index], len(prompt)
         content = message["content"].rstrip()
         if not content:
             return start, start
-        whole = self._whole(index)
-        marked = self._rendered([*self._chat.messages[:index], message | {"content": content + SENTINEL}])
-        end = marked.find(SENTINEL, start)
-        if end < 0 or marked[:end] != whole[:end]:
+        if _closing(prompt, content) and not _thinking(message):
             return None
-        return (start, end) if _thinking(message) or squeezed(whole[start:end]) == squeezed(content) else None
+        marked = self._marked(index, content + SENTINEL)
+        end = marked.find(SENTINEL, start)
+        return (start, end) if end >= 0 and marked[:end] == whole[:end] else None
 
-    def _as_written(self, index: int, prompt: str) -> tuple[str, _Span]:
+    def _rewritten(self, index: int) -> RowFault:
+        fault = f"turn {index} is not rendered as the target writes it"
+        if _thinking(self._chat.messages[index]):
+            return RowFault(f"the template does not render its thinking: {fault}; put it into the content")
+        return RowFault(f"the template rewrites earlier turns: {fault}")
+
+    def _as_written(self, index: int, prompt: str, fault: RowFault) -> tuple[str, _Span]:
         """The text of a chat whose last answer the template would rewrite: its prompt, the answer, and its end."""
-        message, fault = self._chat.messages[index], f"turn {index} is not rendered as the target writes it"
-        if index + 1 < len(self._chat.messages) or self.is_tagged or "tool_calls" in message:
-            raise RowFault(f"the template rewrites earlier turns: {fault}")
-        if _thinking(message):
-            raise RowFault(f"the template does not render its thinking: {fault}; put it into the content")
-        marked = self._rendered([*self._chat.messages[:index], message | {"content": SENTINEL}])
-        _, found, end = marked.rpartition(SENTINEL)
-        if not found:
-            raise RowFault(f"the template rewrites earlier turns: {fault}")
-        written = prompt + _behind(prompt, message["content"], may_think_on=self._chat.cut_off)
+        message = self._chat.messages[index]
+        is_last = index + 1 == len(self._chat.messages)
+        if not is_last or self.is_tagged or "tool_calls" in message or _thinking(message):
+            raise fault
+        try:
+            _, found, end = self._marked(index, SENTINEL).rpartition(SENTINEL)
+        except RowFault:  # so it is not for the answer's sake
+            raise fault from None
+        content = _behind(prompt, message["content"])
+        closing = _closing(prompt, content)
+        if not found or (closing and not self._chat.cut_off):
+            why = f"the answer has no thinking: its prompt opens one, and no {closing} is in it"
+            raise RowFault(why) if closing else fault
+        written = prompt + content
         return written + end, (len(prompt), len(written if self._chat.cut_off else (written + end).rstrip()))
+
+    def _marked(self, index: int, content: str) -> str:
+        messages = self._chat.messages
+        return self._rendered([*messages[:index], messages[index] | {"content": content}])
 
 
 def _template_of(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> str:
@@ -199,8 +233,10 @@ def _is_as_written(message: dict[str, Any], rendered: str, index: int) -> bool:
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in rendered:
             raise RowFault(f"the template renders no tool_calls: turn {index} lacks that of {call['function']['name']}")
-    found = squeezed(rendered)
-    return all(squeezed(text) in found for text in (message["content"], _thinking(message)))
+    found, content = squeezed(rendered), squeezed(message["content"])
+    put_in, _, _ = found.partition(content) if content else ("", "", "")
+    opens_twice = (tag := _TAG.match(content)) is not None and put_in.startswith(tag[0])
+    return content in found and squeezed(_thinking(message)) in found and not opens_twice
 
 
 def _thinking(message: dict[str, Any]) -> str:
@@ -208,21 +244,18 @@ def _thinking(message: dict[str, Any]) -> str:
     return next((text for key in _REASONING if isinstance(text := message.get(key), str)), "")
 
 
-def _behind(prompt: str, content: str, *, may_think_on: bool) -> str:
-    """The answer as it goes on from its prompt, which may have opened the thinking already.
-
-    Raises:
-        RowFault: the prompt opens the thinking, and the answer has none.
-    """
+def _closing(prompt: str, content: str) -> str:
+    """What would end the thinking that the prompt opens, if the answer lacks it; else ""."""
     opened = _OPEN_THINKING.search(prompt)
-    if opened is None:
-        return content
-    tag = opened[0].strip()
-    if content.lstrip().startswith(tag):
-        return content.lstrip().removeprefix(tag).lstrip("\n")
-    closing = tag.replace("<", "</", 1)
-    if closing not in content and not may_think_on:
-        raise RowFault(f"the answer has no thinking: its prompt ends in {tag}, and no {closing} is in it")
+    closing = opened[0].strip().replace("<", "</", 1) if opened else ""
+    return "" if closing in content else closing
+
+
+def _behind(prompt: str, content: str) -> str:
+    """The answer as it goes on from its prompt, which may have opened the thinking already."""
+    opened = _OPEN_THINKING.search(prompt)
+    if opened and content.lstrip().startswith(opened[0].strip()):
+        return content.lstrip().removeprefix(opened[0].strip()).lstrip("\n")
     return content
 
 

@@ -58,13 +58,16 @@ def squeezed(text: str) -> str:
 def unrendered_roles(tokenizer: "PreTrainedTokenizerBase", chat: Chat, text: str) -> tuple[str, ...]:
     """The role of each turn whose content the template leaves out of the text, but for the assistant's."""
     whole, position, missing = squeezed(text), 0, []
+    is_rendered: dict[str, bool] = {}
     for index, message in enumerate(chat.messages):
-        content = squeezed(message["content"])
-        if not content or message["role"] == "assistant":
+        content, role = squeezed(message["content"]), message["role"]
+        if not content or role == "assistant":
             continue
-        found = max(whole.find(content, position), whole.find(content, 0, position))
-        if found < 0 and not _is_rendered(tokenizer, chat, index):
-            missing.append(message["role"])
+        found = whole.find(content, position)
+        if found < 0 and content not in whole:
+            if role not in is_rendered:
+                is_rendered[role] = _is_rendered(tokenizer, chat, index)
+            missing += [role] * (not is_rendered[role])
         position = max(position, found)
     return tuple(missing)
 
