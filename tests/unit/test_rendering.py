@@ -111,7 +111,7 @@ def test_text_that_is_no_unicode_rejects_the_row_wherever_it_stands(key: str):
     with pytest.raises(RowFault, match="no valid Unicode"):
         render(
             family_tokenizer(QWEN3),
-            Chat("x", [*turns("a", "b"), *turns("c")[:0], {"role": "assistant", "content": "d"} | {key: "\ud800"}]),
+            Chat("x", [*turns("a"), {"role": "assistant", "content": "d"} | {key: "\ud800"}]),
         )
 
 
@@ -130,3 +130,12 @@ def test_turns_behind_the_cut_take_no_rendering():
     assert sum(tokens.loss_mask[:290]) == 10 * 5
     assert sum(calls) < 10 * 2000
     assert len(calls) < 40
+
+
+def test_of_a_conversation_without_end_a_bounded_number_of_turns_is_trained_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("eaglefeed.producer.masking._MAX_RENDERED", 3)
+    tokens = tokenize_chat(tiny_tokenizer(), Chat("x", turns(*["abcd"] * 20)))
+    # of ten answers of four letters and an end, the first three and the last
+    assert sum(tokens.loss_mask) == 4 * 5
+    assert tokens.unsupervised_turns == 6
+    assert tokens.loss_mask[-6:] == [1, 1, 1, 1, 1, 0]

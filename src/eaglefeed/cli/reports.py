@@ -30,7 +30,7 @@ def describe_read(report: "ReadReport", path: Path) -> tuple[dict[str, Any], lis
         lines.append(f"{path}: {report.rejected - _SHOWN} more rejected; --json lists them")
     lines += [f"{path}: {count} rejected: {reason}" for reason, count in report.reasons.most_common()]
     if report.unsupervised_turns:
-        why = "the template renders them otherwise later on"
+        why = "the text does not hold them as the target wrote them"
         lines.append(f"{path}: {report.unsupervised_turns} assistant turns are not trained on: {why}")
     lines += [f"{path}: the template leaves out {n} turns of role {role}" for role, n in report.unrendered.items()]
     lines.append(f"{path}: {report.accepted} accepted, {report.duplicates} duplicates, {report.rejected} rejected")

@@ -46,7 +46,7 @@ class ReadReport:
         duplicates: rows with an id and a content that came before.
         rejections: the kept rejections.
         reasons: rejected rows by reason, without the row's own details.
-        unsupervised_turns: assistant turns without loss, since the template renders them otherwise later on.
+        unsupervised_turns: assistant turns without loss, since the text does not hold them as the target wrote them.
         unrendered: turns that the template leaves out of the text, by role.
     """
 
