@@ -86,6 +86,33 @@ def test_keys_without_a_value_are_as_if_they_were_not_there(calls: object):
     assert parse_chat(row) == parse_chat({"id": "1", "messages": MESSAGES})
 
 
+def test_a_system_text_beside_the_turns_is_the_first_turn():
+    system = {"role": "system", "content": "S"}
+    beside = parse_chat({"id": "1", "system": "S", "messages": MESSAGES})
+    assert beside == parse_chat({"id": "1", "messages": [system, *MESSAGES]})
+    assert parse_chat({"id": "1", "system": "", "messages": MESSAGES}) == parse_chat({"id": "1", "messages": MESSAGES})
+    for turn in (system, {"from": "system", "value": "S"}):
+        with pytest.raises(RowFault, match="both a system text and a system turn"):
+            parse_chat({"system": "S", "conversations": [turn, *MESSAGES]})
+    with pytest.raises(RowFault, match="system is no text: dict"):
+        parse_chat({"system": {"k": 1}, "messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions of a row reach no template: call them tools"),
+        ({"documents": [{"text": "t"}]}, "documents of a row"),
+        ({"chat_template_kwargs": {"a": 1}}, r"set target\.chat_template_kwargs"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"function_call": {"name": "f"}}]}, "old form of tool_calls: turn 1"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0.5}]}, "weight that is neither 0 nor 1: turn 1"),
+    ],
+)
+def test_what_would_change_the_text_and_is_not_read_rejects_the_row(row: dict[str, Any], reason: str):
+    with pytest.raises(RowFault, match=reason):
+        parse_chat({"messages": MESSAGES} | row)
+
+
 def test_other_keys_of_a_turn_are_kept():
     turn = MESSAGES[1] | {"reasoning_content": "t", "name": "n"}
     assert parse_chat({"messages": [MESSAGES[0], turn]}).messages[1] == turn

@@ -133,7 +133,7 @@ def test_turns_behind_the_cut_take_no_rendering():
 
 
 def test_of_a_conversation_without_end_a_bounded_number_of_turns_is_trained_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("eaglefeed.producer.masking._MAX_RENDERED", 3)
+    monkeypatch.setattr("eaglefeed.producer.turns._MAX_RENDERED", 3)
     tokens = tokenize_chat(tiny_tokenizer(), Chat("x", turns(*["abcd"] * 20)))
     # of ten answers of four letters and an end, the first three and the last
     assert sum(tokens.loss_mask) == 4 * 5

@@ -21,6 +21,12 @@ _ROLES = {
     "tool": "tool",
 }
 _MAX_SLUG = 64
+_UNREAD = {
+    "functions": "call them tools",
+    "documents": "write them into a turn",
+    "chat_template_kwargs": "set target.chat_template_kwargs",
+}
+"""Keys of other programs' rows that would change the text, and what to do instead."""
 
 
 class RowFault(Exception):
@@ -33,7 +39,8 @@ class Chat:
 
     Args:
         sample_id: a safe sample id, made of the row's id or of its content.
-        messages: {"role": …, "content": str, …} in OpenAI's roles, other keys of a turn kept.
+        messages: {"role": …, "content": str, …} in OpenAI's roles, other keys of a turn kept. An assistant's turn of
+            "weight" 0 is not trained on.
         tools: the row's `tools`, for the template.
         cut_off: the last answer was cut at a length ("finish": "length"), so the target did not end its turn there.
     """
@@ -71,7 +78,8 @@ def parse_chat(row: dict[str, Any]) -> Chat:
     """Bring a row to one form: OpenAI `messages`, or ShareGPT `conversations` (from/value or role/content).
 
     The sample id is the row's `id` (a string or an integer) where it is a safe one, else its safe characters and 8 hex
-    digits of it; without an id it is "row-" and a digest of the content, so it is the same in every run.
+    digits of it; without an id it is "row-" and a digest of the content, so it is the same in every run. The text of a
+    row's `system` becomes its first turn.
 
     Raises:
         RowFault: neither or both keys, an unknown role, or content that no template could render.
@@ -83,12 +91,25 @@ def parse_chat(row: dict[str, Any]) -> Chat:
     turns = row[keys[0]]
     if not isinstance(turns, list) or not turns:
         raise RowFault(f"{keys[0]} is no list of turns")
-    messages = [_message(index, turn) for index, turn in enumerate(turns)]
+    if unread := [key for key in _UNREAD if row.get(key)]:
+        raise RowFault(f"{unread[0]} of a row reach no template: {_UNREAD[unread[0]]}")
+    messages = [_message(index, turn) for index, turn in enumerate(_with_system(row.get("system"), turns))]
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise RowFault("tools is no list")
     tools = tools or None
     return Chat(_sample_id(row.get("id"), messages, tools), messages, tools, cut_off=row.get("finish") == "length")
+
+
+def _with_system(system: object, turns: list[Any]) -> list[Any]:
+    """Some rows hold the system turn's text beside the turns."""
+    if not system:
+        return turns
+    if not isinstance(system, str):
+        raise RowFault(f"system is no text: {type(system).__name__}")
+    if any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns):
+        raise RowFault("both a system text and a system turn")
+    return [{"role": "system", "content": system}, *turns]
 
 
 def _message(index: int, turn: object) -> dict[str, Any]:
@@ -99,6 +120,10 @@ def _message(index: int, turn: object) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise RowFault(f"unknown role {str(role)[:64]!r}: turn {index}")
     message = {key: value for key, value in turn.items() if key not in (name, content_key) and value is not None}
+    if message.get("function_call"):
+        raise RowFault(f"function_call is an old form of tool_calls: turn {index}")
+    if message.get("weight", 1) not in (0, 1):
+        raise RowFault(f"a weight that is neither 0 nor 1: turn {index}")
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _tool_calls(index, calls)
     content = _content(index, turn.get(content_key), has_calls=bool(calls) and _ROLES[role] == "assistant")

@@ -199,8 +199,7 @@ def template_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     Raises:
         InputError: the tokenizer has no chat template.
     """
-    template = tokenizer.chat_template
-    if not template:
+    if not (template := tokenizer.chat_template):
         fix = "use an instruction-tuned target, whose tokenizer has one"
         raise InputError("no chat template", subject=tokenizer.name_or_path, fix=fix)
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
