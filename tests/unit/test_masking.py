@@ -136,7 +136,7 @@ def test_a_template_that_knows_no_plain_text_rejects_the_row():
 
 
 def test_a_template_that_drops_one_of_several_tool_calls_rejects_the_row():
-    only_without_words = WITH_TOOLS.replace("m.tool_calls or []", "(m.tool_calls or []) if not m.content else []")
+    only_without_words = WITH_TOOLS.replace("m.tool_calls or []", "((m.tool_calls or []) if not m.content else [])")
     call = {"type": "function", "function": {"name": "get_time", "arguments": {}}}
     said = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
     with pytest.raises(RowFault, match="turn 1 lacks that of get_time"):

@@ -121,6 +121,17 @@ def test_an_end_behind_the_end_of_turn_is_not_the_targets():
     assert tokens.loss_mask[-3:] == [1, 0, 0]
 
 
+def test_an_end_behind_an_answer_that_ends_in_a_special_token_is_the_targets():
+    assert tokenized(VICUNA, turns("a", "x<|im_start|>"), "</s>")[2] == ["x<|im_start|></s>"]
+
+
+def test_a_prompt_that_changes_as_the_conversation_grows_leaves_earlier_answers_without_loss():
+    counting = "{{ messages | length }}" + FIRST_USER_ONLY
+    _, tokens, spans = tokenized(counting, FOUR)
+    assert spans == ["d e<|im_end|>"]
+    assert tokens.unsupervised_turns == 1
+
+
 def test_a_header_that_ends_in_a_blank_is_not_supervised():
     tokenizer = family_tokenizer(VICUNA, "</s>")
     tokens = tokenize_chat(tokenizer, Chat("x", turns("a", " b ")))

@@ -11,6 +11,7 @@ from eaglefeed.producer.rendering import give_values
 from tiny_target import CHATML, turns
 
 THINKING = turns("a", "<think>t1</think>x", "b", "<think>t2</think>y")
+ALWAYS_THINKS = QWEN3.replace("{%- if enable_thinking", "{{- '<think>\n' }}{%- if enable_thinking")
 UPPER = CHATML.replace("m['content']", "m['content'] | upper")
 
 
@@ -119,6 +120,8 @@ def test_an_answer_that_a_template_refuses_for_its_marks_is_taken_as_it_was_writ
         (QWEN3, turns("a", "<think>\nso long"), "<think>\nso long"),
         (QWEN3, turns("a", "<think>t</think>so"), "<think>\nt\n</think>\n\nso"),
         (QWEN3, given_beside("so", "t"), "<think>\nt\n</think>\n\nso"),
+        (ALWAYS_THINKS, turns("a", "so long"), "so long"),
+        (ALWAYS_THINKS, turns("a", "t\n</think>\n\nso"), "t\n</think>\n\nso"),
         (R1, turns("a", "so long"), "so long"),
         (R1, turns("a", "<think>\nso long"), "so long"),
         (TAGGED_THINKING, turns("a", "so"), "so"),

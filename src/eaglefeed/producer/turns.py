@@ -77,11 +77,9 @@ class AssistantTurns:
         return spans
 
     def _place(self, index: int, text: str) -> Span | None:
-        if index == 0:  # a server never answers an empty conversation, so nobody wrote it
-            return None
         try:
             prompt, whole = self._prompt(index), self._whole(index)
-        except RowFault:  # the template refuses this prompt, so no server was asked it
+        except RowFault:  # the template refuses this prompt, or it is empty: no server was asked it
             return None
         span = self._span(index, prompt, whole, text)
         return span and self._weighed(index, span)
@@ -93,8 +91,7 @@ class AssistantTurns:
         return render_turns(self._tokenizer, messages, self._chat.tools, as_prompt=as_prompt)
 
     def _prompt(self, index: int) -> str:
-        # Templates with tags may know no header of an answer; there the tags leave it out.
-        return self._rendered(self._chat.messages[:index], as_prompt=not self.is_tagged)
+        return self._rendered(self._chat.messages[:index], as_prompt=True)
 
     def _whole(self, index: int) -> str:
         return self._rendered(self._chat.messages[: index + 1])
