@@ -1,11 +1,13 @@
 """The sections of the settings, frozen: defaults, bounds, and what each field means. config.py reads them."""
 
-import json
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
+
+from eaglefeed.setting_kinds import RoleAliases, TemplateValues
 
 __all__ = [
     "AccessSection",
@@ -34,18 +36,7 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _pairs(value: object) -> object:
-    """Accept the mapping {a: b} and its spellings "a:b,c:d" and JSON."""
-    if not isinstance(value, str):
-        return value
-    if value.startswith("{"):
-        return json.loads(value)
-    parts = (part.partition(":") for part in value.split(",") if part)
-    return {name.strip(): known.strip() for name, _, known in parts}
-
-
 GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Role = Literal["system", "user", "assistant", "tool"]
 Groups = Annotated[
     tuple[GroupName, ...], Field(min_length=1), NoDecode, BeforeValidator(_words), AfterValidator(_distinct)
 ]
@@ -155,6 +146,10 @@ class TargetSection(_Section):
     """Threads of torch; 0 leaves them to torch."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint: only for one that you trust as a program."""
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    """What its chat template is told, as a server tells it: {"enable_thinking": false}; JSON on the command line."""
+    chat_template_date: date | None = None
+    """The date that a template which writes one is told, as 2026-01-31; each day's own by default."""
     engine: Literal["hf", "vllm", "sglang"] = "hf"
     """What runs it: transformers in this process, a vLLM server, or SGLang."""
     engine_url: str = ""
@@ -176,7 +171,7 @@ class FeedSection(_Section):
     """Longer lines of a file are rejected unread."""
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.9
     """Share of rejected rows above which `feed` and `vocab` refuse a file, and `answers` fails at its end; 0: any."""
-    role_aliases: Annotated[dict[str, Role], NoDecode, BeforeValidator(_pairs)] = {}
+    role_aliases: RoleAliases = Field(default_factory=dict)
     """Names of roles in the rows, and the roles they are: bot:assistant,narrator:system."""
     batch_size: Annotated[int, Field(gt=0)] = 1
     """Rows of one sample."""

@@ -201,8 +201,8 @@ def test_a_line_just_within_the_limit_is_read(tmp_path: Path):
 
 
 def test_a_row_of_megabytes_is_cut_without_tokenizing_all_of_it(tmp_path: Path):
-    line = row("big", "a " * 2_000_000, "ok")
-    path = write(tmp_path, line, row("first", "hi", "a " * 2_000_000))
+    line = row("big", "a " * 1_000_000, "ok")
+    path = write(tmp_path, line, row("first", "hi", "a " * 1_000_000))
     tracemalloc.start()
     found, report = read(path)
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -212,7 +212,7 @@ def test_a_row_of_megabytes_is_cut_without_tokenizing_all_of_it(tmp_path: Path):
         (conversation.line, len(conversation.input_ids), sum(conversation.loss_mask)) for conversation in found
     ] == [(2, 512, 512 - 21)]
     assert report.reasons == {"no loss tokens after truncation": 1}
-    assert peak_bytes < 12 * len(line)
+    assert peak_bytes < 30 * len(line)  # more than 100 times with all of its tokens
 
 
 def test_the_same_row_twice_is_one_sample_and_another_of_its_id_is_rejected(tmp_path: Path):
@@ -230,6 +230,31 @@ def test_truncation_comes_before_the_check_for_loss_tokens(tmp_path: Path):
     assert report.reasons == {"no loss tokens after truncation": 1}
     found, _ = read(path, max_length=120)
     assert (len(found[0].input_ids), sum(found[0].loss_mask)) == (120, 1)
+
+
+def test_the_first_token_alone_is_nothing_to_learn_from(tmp_path: Path):
+    bare = tiny_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    found, report = read(write(tmp_path, row("one", "", "y"), row("two", "", "yy")), tokenizer=bare)
+    assert [(conversation.sample_id, conversation.loss_mask) for conversation in found] == [("two", (1, 1))]
+    assert report.reasons == {"no loss tokens": 1}
+
+
+def test_a_cut_inside_an_answer_keeps_the_loss_of_what_is_left_and_of_the_turns_before(tmp_path: Path):
+    # "ab" and "cd" take a user 10 tokens and the assistant 15; the answers' words stand at 21, 22 and 46, 47
+    path = write(tmp_path, row("r", "ab", "cd", "ab", "cd"))
+    for max_length, supervised in ((46, [21, 22, 23]), (47, [21, 22, 23, 46]), (50, [21, 22, 23, 46, 47, 48])):
+        found, _ = read(path, max_length=max_length)
+        assert [index for index, bit in enumerate(found[0].loss_mask) if bit] == supervised
+        assert len(found[0].input_ids) == max_length
+
+
+def test_half_a_character_anywhere_in_a_row_rejects_it_and_the_run_goes_on(tmp_path: Path):
+    call = {"function": {"name": "f", "arguments": '{"k": "\\ud800"}'}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    bad = json.dumps({"id": "bad", "messages": [*turns("a"), turn]}).encode()
+    found, report = read(write(tmp_path, bad, row("good", "a", "b")), tokenizer=tiny_tokenizer(WITH_TOOLS))
+    assert [conversation.sample_id for conversation in found] == ["good"]
+    assert report.reasons == {"no valid Unicode (a lone surrogate)": 1}
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])

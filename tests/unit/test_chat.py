@@ -46,9 +46,7 @@ def test_sharegpt_rows_become_the_same_chat_as_openai_rows():
         ({"id": True, "messages": MESSAGES}, "id is neither text nor an integer: bool"),
         ({"messages": MESSAGES, "tools": {"f": 1}}, "tools is no list"),
         ({"messages": MESSAGES, "tools": "{bad"}, "tools are not JSON"),
-        ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions are not read: bring them as tools"),
         ({"messages": MESSAGES, "system": ["S"]}, "system is no text: list"),
-        ({"messages": [{"role": "system", "content": "A"}, *MESSAGES], "system": "B"}, "system twice"),
         ({"messages": [{"role": "user", "from": "human", "value": "hi"}]}, "both role and from: turn 0"),
         ({"messages": [{"role": "user", "content": "a", "value": "b"}]}, "both content and value: turn 0"),
         ({"messages": [{"role": "User", "content": "hi"}]}, "unknown role 'User': turn 0"),
@@ -59,12 +57,6 @@ def test_sharegpt_rows_become_the_same_chat_as_openai_rows():
         ({"messages": MESSAGES, "system": "\ud800"}, "lone surrogate.: system"),
         ({"messages": [{"role": "user", "content": "hi", "extra": nested(64)}]}, "nested too deeply: turn 0"),
         ({"messages": MESSAGES, "tools": nested(65)}, "nested too deeply: tools"),
-        (
-            {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "function_call": {}}]},
-            "function_call is not",
-        ),
-        ({"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0}]}, "not to be trained on, .*: turn 1"),
-        ({"messages": [MESSAGES[0], MESSAGES[1] | {"train": False}]}, "not to be trained on, .*: turn 1"),
     ],
 )
 def test_rows_that_cannot_be_used_are_rejected_with_the_reason(row: dict[str, Any], reason: str):
@@ -94,7 +86,6 @@ def test_a_system_text_beside_the_turns_becomes_the_first_of_them():
     for key in ("system", "system_prompt"):
         assert parse_chat({"id": "1", "messages": MESSAGES, key: "S"}) == inside
     assert parse_chat({"messages": MESSAGES, "system": ""}) == parse_chat({"messages": MESSAGES})
-    assert parse_chat({"id": "1", "messages": [*system, *MESSAGES], "system": "S"}) == inside
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ok"}]
     assert parse_chat({"id": "1", "conversations": sharegpt, "system": "S"}) == inside
 
@@ -127,18 +118,6 @@ def test_tool_call_arguments_reach_the_template_as_an_object_however_they_are_sp
     assert spelled[0].messages[1]["content"] == ""
 
 
-@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
-def test_a_call_without_arguments_has_none_and_never_the_word_null(arguments: object):
-    chat = parse_chat({"messages": [MESSAGES[0], call(arguments)]})
-    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
-
-
-@pytest.mark.parametrize("arguments", ["[1]", '"{}"', "3", [1]])
-def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: object):
-    with pytest.raises(RowFault, match=r"arguments are no object .*: turn 1"):
-        parse_chat({"messages": [MESSAGES[0], call(arguments)]})
-
-
 @pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}"])
 def test_arguments_that_python_alone_could_read_or_nobody_reject_the_row(arguments: str):
     with pytest.raises(RowFault, match="arguments are not JSON: turn 1"):
@@ -155,6 +134,64 @@ def test_tools_are_the_same_as_a_list_and_as_its_json():
 def test_malformed_tool_call_arguments_reject_the_row_with_the_turn():
     with pytest.raises(RowFault, match="arguments are not JSON: turn 1"):
         parse_chat({"messages": [MESSAGES[0], call("{bad")]})
+
+
+@pytest.mark.parametrize("arguments", ["", None, {}, "{}"])
+def test_a_call_without_arguments_has_none_and_never_the_word_null(arguments: object):
+    found = parse_chat({"messages": [MESSAGES[0], call(arguments)]}).messages[1]["tool_calls"]
+    assert found[0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), (7, "int"), ([1], "list")]
+)
+def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: object, kind: str):
+    with pytest.raises(RowFault, match=rf"arguments are no object \({kind}\): turn 1"):
+        parse_chat({"messages": [MESSAGES[0], call(arguments)]})
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_keys_without_a_value_are_as_if_they_were_not_there(calls: object):
+    bare = {"role": "assistant", "content": "ok", "tool_calls": calls, "name": None, "reasoning_content": None}
+    row = {"id": "1", "messages": [MESSAGES[0], bare], "tools": []}
+    assert parse_chat(row) == parse_chat({"id": "1", "messages": MESSAGES})
+
+
+def test_a_system_text_beside_the_turns_is_the_first_turn():
+    system = {"role": "system", "content": "S"}
+    beside = parse_chat({"id": "1", "system": "S", "messages": MESSAGES})
+    assert beside == parse_chat({"id": "1", "messages": [system, *MESSAGES]})
+    assert parse_chat({"id": "1", "system": "", "messages": MESSAGES}) == parse_chat({"id": "1", "messages": MESSAGES})
+    for turn in (system, {"from": "system", "value": "S"}):
+        with pytest.raises(RowFault, match="both a system text and a system turn"):
+            parse_chat({"system": "S", "conversations": [turn, *MESSAGES]})
+    with pytest.raises(RowFault, match="system is no text: dict"):
+        parse_chat({"system": {"k": 1}, "messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions of a row reach no template: call them tools"),
+        ({"documents": [{"text": "t"}]}, "documents of a row"),
+        ({"chat_template_kwargs": {"a": 1}}, r"set target\.chat_template_kwargs"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"function_call": {"name": "f"}}]}, "old form of tool_calls: turn 1"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0.5}]}, "weight that is neither 0 nor 1: turn 1"),
+    ],
+)
+def test_what_would_change_the_text_and_is_not_read_rejects_the_row(row: dict[str, Any], reason: str):
+    with pytest.raises(RowFault, match=reason):
+        parse_chat({"messages": MESSAGES} | row)
+
+
+def test_a_turn_that_is_not_to_be_trained_on_has_no_weight():
+    chats = [parse_chat({"messages": [MESSAGES[0], MESSAGES[1] | mark]}) for mark in ({"train": False}, {"weight": 0})]
+    assert [chat.messages[1]["weight"] for chat in chats] == [0, 0]
+
+
+def test_other_keys_of_a_turn_are_kept():
+    turn = MESSAGES[1] | {"reasoning_content": "t", "name": "n"}
+    assert parse_chat({"messages": [MESSAGES[0], turn]}).messages[1] == turn
 
 
 @pytest.mark.parametrize("row_id", ["a", 17, "x.y_z-1"])

@@ -26,11 +26,17 @@ def describe_read(report: "ReadReport", path: Path) -> tuple[dict[str, Any], lis
         "rejected": report.rejected,
         "reasons": dict(report.reasons),
         "rejections": [row._asdict() for row in report.rejections],
+        "unsupervised_turns": report.unsupervised_turns,
+        "unrendered": dict(report.unrendered),
     }
     lines = [f"{path}:{row.line} ({row.id or 'no id'}): rejected, {row.reason}" for row in report.rejections[:_SHOWN]]
     if report.rejected > _SHOWN:
         lines.append(f"{path}: {report.rejected - _SHOWN} more rejected; --json lists them")
     lines += [f"{path}: {count} rejected: {reason}" for reason, count in report.reasons.most_common()]
+    if report.unsupervised_turns:
+        why = "the text does not hold them as the target wrote them"
+        lines.append(f"{path}: {report.unsupervised_turns} assistant turns are not trained on: {why}")
+    lines += [f"{path}: the template leaves out {n} turns of role {role}" for role, n in report.unrendered.items()]
     lines.append(f"{path}: {report.accepted} accepted, {report.duplicates} duplicates, {report.rejected} rejected")
     return document, [one_line(line) for line in lines]
 

@@ -14,7 +14,7 @@ from eaglefeed.producer.chat import Chat, ChatIds, RowFault, parse_chat
 from eaglefeed.producer.encoding import encode_start
 from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, Row, read_rows
 from eaglefeed.producer.loading import eos_token_ids
-from eaglefeed.producer.masking import render
+from eaglefeed.producer.rendering import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

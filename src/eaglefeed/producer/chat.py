@@ -24,6 +24,12 @@ _ROLES = {
 }
 _MAX_SLUG = 64
 _MAX_DEPTH = 64
+_UNREAD = {
+    "functions": "call them tools",
+    "documents": "write them into a turn",
+    "chat_template_kwargs": "set target.chat_template_kwargs",
+}
+"""Keys of other programs' rows that would change the text, and what to do instead."""
 
 
 class RowFault(Exception):
@@ -36,7 +42,8 @@ class Chat:
 
     Args:
         sample_id: a safe sample id, made of the row's id or of its content.
-        messages: {"role": …, "content": str, …} in OpenAI's roles, other keys of a turn kept.
+        messages: {"role": …, "content": str, …} in OpenAI's roles, other keys of a turn kept. An assistant's turn of
+            "weight" 0 is not trained on.
         tools: the row's `tools`, for the template.
         cut_off: the last answer was cut at a length ("finish": "length"), so the target did not end its turn there.
     """
@@ -93,8 +100,8 @@ def parse_chat(row: dict[str, Any], role_aliases: Mapping[str, str] | None = Non
     turns = row[keys[0]]
     if not isinstance(turns, list) or not turns:
         raise RowFault(f"{keys[0]} is no list of turns")
-    if row.get("functions"):
-        raise RowFault("functions are not read: bring them as tools")
+    if unread := [key for key in _UNREAD if row.get(key)]:
+        raise RowFault(f"{unread[0]} of a row reach no template: {_UNREAD[unread[0]]}")
     roles = _ROLES | {name: _ROLES[role] for name, role in (role_aliases or {}).items()}
     messages = _with_system(row, [_message(index, turn, roles) for index, turn in enumerate(turns)])
     tools = _tools(row.get("tools"))
@@ -121,11 +128,9 @@ def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[di
         raise RowFault(f"system is no text: {type(system).__name__}")
     turn = {"role": "system", "content": system}
     _check_values(turn, "system")
-    if messages[0]["role"] != "system":
-        return [turn, *messages]
-    if messages[0]["content"] != system:
-        raise RowFault("system twice: as a key of the row and as its first turn")
-    return messages
+    if any(message["role"] == "system" for message in messages):
+        raise RowFault("both a system text and a system turn")
+    return [turn, *messages]
 
 
 def _message(index: int, turn: object, roles: Mapping[str, str]) -> dict[str, Any]:
@@ -138,10 +143,12 @@ def _message(index: int, turn: object, roles: Mapping[str, str]) -> dict[str, An
     if not isinstance(role, str) or role not in roles:
         raise RowFault(f"unknown role {str(role)[:64]!r}: turn {index}")
     content = _either(index, given, "content", "value")
-    if roles[role] == "assistant" and (given.get("weight", 1) != 1 or given.get("train") is False):
-        raise RowFault(f"a turn that is not to be trained on, which cannot be marked: turn {index}")
+    if given.get("train") is False:  # another name for it
+        given["weight"] = 0
+    if given.get("weight", 1) not in (0, 1):
+        raise RowFault(f"a weight that is neither 0 nor 1: turn {index}")
     if "function_call" in given:
-        raise RowFault(f"function_call is not read, bring it as tool_calls: turn {index}")
+        raise RowFault(f"function_call is an old form of tool_calls: turn {index}")
     calls = given.pop("tool_calls", None)
     if calls:
         given["tool_calls"] = _tool_calls(index, calls)

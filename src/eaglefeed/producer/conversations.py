@@ -78,9 +78,10 @@ def _conversation(
         return None
     tokens = tokenize_chat(tokenizer, chat, max_length=max_length)
     input_ids, loss_mask = tokens.input_ids[:max_length], tokens.loss_mask[:max_length]
-    if not any(loss_mask):
+    if not any(loss_mask[1:]):  # a first token has nothing before it to be predicted from
         raise RowFault("no loss tokens after truncation" if len(tokens.input_ids) > max_length else "no loss tokens")
     report.unsupervised_turns += tokens.unsupervised_turns
+    report.unrendered.update(tokens.unrendered)
     return Conversation(chat.sample_id, line, tuple(input_ids), tuple(loss_mask))
 
 

@@ -65,7 +65,8 @@ class ReadReport:
         duplicates: rows with an id and a content that came before.
         rejections: the kept rejections.
         reasons: rejected rows by reason, without the row's own details; beyond 1000 reasons as "other reasons".
-        unsupervised_turns: assistant turns without loss, since the template renders them otherwise later on.
+        unsupervised_turns: assistant turns without loss, since the text does not hold them as the target wrote them.
+        unrendered: turns that the template leaves out of the text, by role.
     """
 
     accepted: int = 0
@@ -73,6 +74,7 @@ class ReadReport:
     rejections: list[Rejection] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     unsupervised_turns: int = 0
+    unrendered: Counter[str] = field(default_factory=Counter)
 
     @property
     def rejected(self) -> int:
