@@ -1,11 +1,6 @@
 """Conversation files as people bring them: every row is used, counted as a duplicate, or rejected with its line."""
 
-import bz2
-import gzip
 import json
-import lzma
-import os
-import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -77,38 +72,6 @@ def test_carriage_returns_alone_end_no_line_and_what_stands_behind_one_is_told(t
     found, report = read(write(tmp_path, old_mac, row("c", "x", "y"), end=b"\r\n"))
     assert [conversation.sample_id for conversation in found] == ["c"]
     assert report.rejections[0].reason.startswith("not JSON: Extra data at character")
-
-
-@pytest.mark.parametrize(
-    ("content", "form"),
-    [
-        (gzip.compress(row("a", "hi", "ok")), "gzip"),
-        (bz2.compress(row("a", "hi", "ok")), "bzip2"),
-        (lzma.compress(row("a", "hi", "ok")), "xz"),
-        (b"PK\x03\x04rest", "zip"),
-        (b"PAR1rest", "Parquet"),
-        (row("a", "hi", "ok").decode().encode("utf-16"), "UTF-16"),
-        (row("a", "hi", "ok").decode().encode("utf-16-le"), "UTF-16"),
-        (row("a", "hi", "ok").decode().encode("utf-16-be"), "UTF-16"),
-        (row("a", "hi", "ok").decode().encode("utf-32"), "UTF-32"),
-        (b"[" + row("a", "hi", "ok") + b",\n" + row("b", "hi", "ok") + b"]", "one JSON array"),
-        (b"[\n" + row("a", "hi", "ok") + b",\n" + row("b", "hi", "ok") + b"\n]", "one JSON array"),
-        (b"\xef\xbb\xbf [ \r\n" + row("b", "hi", "ok") + b"\r\n]", "one JSON array"),
-    ],
-)
-def test_a_file_of_another_form_is_refused_as_a_whole(tmp_path: Path, content: bytes, form: str):
-    with pytest.raises(InputError, match=f"another form of file, wanted text in UTF-8.*{form}"):
-        read(write(tmp_path, content))
-
-
-def test_a_file_is_read_once_so_that_a_pipe_will_do(tmp_path: Path):
-    pipe, lines = tmp_path / "pipe", [row("a", "hi", "ok"), row("b", "x", "y")]
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_bytes, args=(b"\xef\xbb\xbf" + b"\n".join(lines),))
-    writer.start()
-    found, _ = read(pipe)
-    writer.join(10)
-    assert [conversation.line for conversation in found] == [1, 2]
 
 
 def test_blank_lines_carriage_returns_and_a_missing_last_line_feed_are_no_faults(tmp_path: Path):
