@@ -72,7 +72,8 @@ def test_a_call_without_arguments_has_an_empty_object(arguments: object):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind"), [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), (7, "int"), ("NaN", "float")]
+    ("arguments", "kind"),
+    [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), ([], "list"), (0, "int"), ("NaN", "float")],
 )
 def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: object, kind: str):
     with pytest.raises(RowFault, match=rf"arguments are no object \({kind}\): turn 1"):
