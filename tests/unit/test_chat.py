@@ -143,7 +143,8 @@ def test_a_call_without_arguments_has_none_and_never_the_word_null(arguments: ob
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind"), [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), (7, "int"), ([1], "list")]
+    ("arguments", "kind"),
+    [("3", "int"), ('"{\\"k\\": 1}"', "str"), ("[1]", "list"), ([], "list"), (0, "int"), ([1], "list")],
 )
 def test_arguments_that_are_no_object_reject_the_row_with_the_turn(arguments: object, kind: str):
     with pytest.raises(RowFault, match=rf"arguments are no object \({kind}\): turn 1"):

@@ -95,8 +95,8 @@ def test_tokenizers_that_drop_white_space_supervise_every_word(model: Any):
 @pytest.mark.parametrize(
     ("normalizer", "answer", "written"),
     [
-        (normalizers.NFC(), "cafe\u0301 a", "caf\u00e9 a"),
-        (normalizers.NFD(), "caf\u00e9 a", "cafe\u0301 a"),
+        (normalizers.NFC(), "e\u0301 a", "\u00e9 a"),
+        (normalizers.NFD(), "\u00e9 a", "e\u0301 a"),
         (normalizers.NFKC(), "\ufb01ne \u2460", "fine 1"),
         (normalizers.Lowercase(), "\u0130 OK", "i\u0307 ok"),
         (normalizers.NFC(), "\u0301x", "\u0301x"),

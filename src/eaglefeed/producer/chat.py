@@ -209,7 +209,9 @@ def _tool_call(index: int, call: object) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault(f"a tool call without a function's name: turn {index}")
-    arguments = function.get("arguments") or {}  # servers take "" and null for none, too
+    arguments = function.get("arguments")
+    if arguments in (None, ""):  # as servers do
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
