@@ -170,7 +170,7 @@ class FeedSection(_Section):
     max_line_bytes: Annotated[int, Field(gt=0)] = 64 * 2**20
     """Longer lines of a file are rejected unread."""
     max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.9
-    """Share of rejected rows above which `feed` and `vocab` refuse a file, and `answers` fails; with 0 all must be good."""
+    """Share of rejected rows above which `feed` and `vocab` refuse a file, and `answers` fails; 0 allows none."""
     role_aliases: RoleAliases = Field(default_factory=dict)
     """Names of roles in the rows, and the roles they are: bot:assistant,narrator:system."""
     batch_size: Annotated[int, Field(gt=0)] = 1
