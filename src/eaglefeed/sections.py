@@ -1,10 +1,13 @@
 """The sections of the settings, frozen: defaults, bounds, and what each field means. config.py reads them."""
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
+
+from eaglefeed.setting_kinds import RoleAliases, TemplateValues
 
 __all__ = [
     "AccessSection",
@@ -145,6 +148,10 @@ class TargetSection(_Section):
     """Threads of torch; 0 leaves them to torch."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint: only for one that you trust as a program."""
+    chat_template_kwargs: TemplateValues = Field(default_factory=dict)
+    """What its chat template is told, as a server tells it: {"enable_thinking": false}; JSON on the command line."""
+    chat_template_date: date | None = None
+    """The date that a template which writes one is told, as 2026-01-31; each day's own by default."""
     engine: Literal["hf", "vllm", "sglang"] = "hf"
     """What runs it: transformers in this process, a vLLM server, or SGLang."""
     engine_url: str = ""
@@ -162,6 +169,12 @@ class FeedSection(_Section):
 
     max_length: Annotated[int, Field(gt=1)] = 2048
     """Tokens that a row is cut to."""
+    max_line_bytes: Annotated[int, Field(gt=0)] = 64 * 2**20
+    """Longer lines of a file are rejected unread."""
+    max_rejected_share: Annotated[float, Field(ge=0, le=1)] = 0.9
+    """Share of rejected rows above which `feed` and `vocab` refuse a file, and `answers` fails; 0 allows none."""
+    role_aliases: RoleAliases = Field(default_factory=dict)
+    """Names of roles in the rows, and the roles they are: bot:assistant,narrator:system."""
     batch_size: Annotated[int, Field(gt=0)] = 1
     """Rows of one sample."""
     packing: bool = False

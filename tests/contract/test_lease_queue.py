@@ -7,7 +7,7 @@ import pytest
 from eaglefeed.errors import ConfigError, IdConflict, InputError, QueueClosed, QueueFull, StaleLease
 from eaglefeed.queue.base import AckResult, DrainState, Lease, NoLease, QueueItem, QueueLimits
 from queue_servers import Bench
-from queue_steps import LONG_S, SHORT_S, counts, expire, filled, ids, items, lease, nothing, numbered
+from queue_steps import LONG_S, SHORT_S, counts, expire, filled, finish, ids, items, lease, nothing, numbered
 
 # put
 
@@ -199,6 +199,19 @@ def test_an_ack_settles_what_the_lease_holds_and_names_the_rest(bench: Bench) ->
     assert queue.ack(mine.token, []) == AckResult((), ())
     assert queue.ack(other.token, ["c"]).ok == ("c",)
     assert counts(queue) == (0, 0, 1, 2, 0)
+
+
+def test_after_acks_out_of_order_exactly_the_others_come_again(bench: Bench) -> None:
+    queue = filled(bench, *map(str, range(10)))
+    first, second = lease(queue, 4, SHORT_S), lease(queue, 6, SHORT_S)
+    queue.ack(first.token, ["3"])
+    queue.ack(first.token, ["1", "0"])
+    queue.ack(second.token, ["7"])
+    bench.pass_time(SHORT_S * 2)
+    again = []
+    while counts(queue)[3] < 10:
+        again += finish(queue)
+    assert sorted(again) == ["2", "4", "5", "6", "8", "9"]
 
 
 def test_nothing_can_be_acked_that_nobody_leased(bench: Bench) -> None:

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_layer_ids_in_a_file(tmp_path: Path) -> None:
     assert load_settings(_file(tmp_path, target={"aux_layer_ids": [3, 2, 1]})).target.aux_layer_ids == (3, 2, 1)
 
 
+def test_what_a_template_is_told_comes_from_a_file_a_variable_or_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"enable_thinking": False, "k": {"é": [1, None]}}
+    file, text = _file(tmp_path, target={"chat_template_kwargs": told}), json.dumps(told)
+    assert load_settings(file).target.chat_template_kwargs == told
+    assert load_settings(None, [f"target.chat_template_kwargs={text}"]).target.chat_template_kwargs == told
+    assert load_settings().target.chat_template_kwargs == {}
+    monkeypatch.setenv("EAGLEFEED_TARGET__CHAT_TEMPLATE_KWARGS", text)
+    assert load_settings().target.chat_template_kwargs == told
+
+
 @pytest.mark.parametrize(
     ("word", "name"),
     [
@@ -66,6 +79,11 @@ def test_layer_ids_in_a_file(tmp_path: Path) -> None:
         ("target.dtype=int4", "target.dtype"),
         ("target.aux_layer_ids=1,2", "target.aux_layer_ids"),
         ("target.aux_layer_ids=a,b,c", "target.aux_layer_ids"),
+        ("target.chat_template_kwargs={bad", "target.chat_template_kwargs"),
+        ("target.chat_template_kwargs=[1]", "target.chat_template_kwargs"),
+        ('target.chat_template_kwargs={"messages": []}', "messages is what a template gets of each conversation"),
+        ('target.chat_template_kwargs={"a b": 1}', "target.chat_template_kwargs"),
+        ("target.chat_template_date=today", "target.chat_template_date"),
         ("queue.visibility_timeout_s=0", "queue.visibility_timeout_s"),
         ("queue.groups=", "queue.groups"),
         ("queue.groups=a,a", "queue.groups"),
@@ -181,7 +199,10 @@ def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.dtype=float8", "wanted 'float32' or 'bfloat16', got 'float8'"),
         ("run.id=../x", "wanted pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$', got '../x'"),
         ("queue.groups=a,a", "queue.groups: a name is listed twice, got 'a,a'"),
-        ("feed.max_len=5", "feed.max_len: no such setting, wanted batch_size, keep_open, max_length, packing"),
+        (
+            "feed.max_len=5",
+            "feed.max_len: no such setting, wanted batch_size, keep_open, max_length, max_line_bytes, max_rej",
+        ),
         ("serve.port=" + "9" * 500, "wanted less than or equal to 65535, got '999"),
     ],
 )

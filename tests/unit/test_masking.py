@@ -116,3 +116,28 @@ def test_tool_calls_are_supervised_and_their_results_are_not():
 def test_a_template_that_drops_tool_calls_refuses_the_row():
     with pytest.raises(RowFault, match="renders no tool_calls"):
         tokenized(tool_chat())
+
+
+def test_a_turn_of_weight_zero_is_not_trained_on():
+    messages = turns("a", "b", "c", "d", "e", "f")
+    for index, weight in ((1, 0), (3, 1), (5, 0)):
+        messages[index]["weight"] = weight
+    tokens = tokenized(messages)
+    assert supervised_text(tokens) == "d<|im_end|>"
+    assert tokens.unsupervised_turns == 0
+
+
+def test_a_template_that_knows_no_plain_text_rejects_the_row():
+    parts = CHATML.replace(
+        "m['content']", "(m['content'] | map(attribute='text') | join if m['role'] == 'user' else 'x')"
+    )
+    with pytest.raises(RowFault, match="leaves out what a user says"):
+        tokenized(turns("hello", "x"), parts)
+
+
+def test_a_template_that_drops_one_of_several_tool_calls_rejects_the_row():
+    only_without_words = WITH_TOOLS.replace("m.tool_calls or []", "((m.tool_calls or []) if not m.content else [])")
+    call = {"type": "function", "function": {"name": "get_time", "arguments": {}}}
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": [call]}
+    with pytest.raises(RowFault, match="turn 1 lacks that of get_time"):
+        tokenized([*turns("q"), said, {"role": "tool", "content": "9"}, *tool_chat()], only_without_words)

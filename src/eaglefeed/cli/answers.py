@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from eaglefeed.cli.common import ConfigOption, JsonOption, TargetOption, emit, read_settings
-from eaglefeed.cli.reports import describe_read
+from eaglefeed.cli.prompts import row_rules
+from eaglefeed.cli.reports import describe_read, refusal_told
 
 __all__ = ["answers"]
 
@@ -24,17 +25,21 @@ def answers(
     """Answer prompts with the target, greedily, so that a draft learns what its target says. Resumable."""
     settings = read_settings(ctx, config, target__name=target)
     from eaglefeed.cli.targets import target_model, target_tokenizer
-    from eaglefeed.producer.answers import answer_prompts
+    from eaglefeed.producer.answers import AnswerReport, answer_prompts
 
-    report = answer_prompts(
-        target_model(settings),
-        target_tokenizer(settings),
-        prompts,
-        output,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        on_batch=lambda done: typer.echo(f"answered {done.answered}, {done.num_tokens} tokens", err=True),
-    )
+    report = AnswerReport()
+    with refusal_told(report.read, prompts, as_json=as_json):
+        answer_prompts(
+            target_model(settings),
+            target_tokenizer(settings),
+            prompts,
+            output,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            on_batch=lambda done: typer.echo(f"answered {done.answered}, {done.num_tokens} tokens", err=True),
+            report=report,
+            **row_rules(settings.feed),
+        )
     document = {
         "answered": report.answered,
         "kept": report.kept,

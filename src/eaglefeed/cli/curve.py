@@ -20,7 +20,7 @@ from eaglefeed.consumer.run import RunAssets, load_run_assets
 from eaglefeed.producer.chat import parse_chat
 from eaglefeed.producer.conversations import Conversation, read_conversations, to_prompt
 from eaglefeed.producer.jsonl import ReadReport, read_rows
-from eaglefeed.producer.masking import render
+from eaglefeed.producer.rendering import render
 from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.padding import pad_prompt
 from eaglefeed.schema.vocab import VocabMapping

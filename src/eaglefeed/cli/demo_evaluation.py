@@ -15,7 +15,7 @@ from eaglefeed.consumer.run import load_run_assets
 from eaglefeed.producer.chat import parse_chat
 from eaglefeed.producer.conversations import read_conversations, to_prompt
 from eaglefeed.producer.jsonl import ReadReport, read_rows
-from eaglefeed.producer.masking import render
+from eaglefeed.producer.rendering import render
 from eaglefeed.producer.target import HFEagle3TargetModel
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.padding import pad_prompt

@@ -158,6 +158,8 @@ class _Visit:
             vocab=settings.produce.vocab,
             draft_vocab=settings.draft.vocab,
             draft_vocab_size=settings.draft.vocab_size,
+            template_values=target.chat_template_kwargs,
+            template_date=target.chat_template_date,
         )
         yield from examine_target(plan, partial(opened_target, settings) if self._load else None)
         yield from examine_engine(EnginePlan(target.engine, target.engine_url, target.engine_dir, target.engine_python))

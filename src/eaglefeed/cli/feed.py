@@ -30,7 +30,7 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.cli.feed_note import noted
 from eaglefeed.cli.replay import replay_epoch
-from eaglefeed.cli.reports import describe_read, human_bytes
+from eaglefeed.cli.reports import describe_read, human_bytes, refusal_told
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull, QueueUnavailable
@@ -118,7 +118,8 @@ def feed(
         raise ConfigError("conversations are fed into the first epoch", subject="--epoch, --seed", fix="pass --replay")
     report = ReadReport()
     with _spooled() as spool, opened_store(settings) as shards:
-        estimate = _tokenize(settings, conversations, report, spool)
+        with refusal_told(report, conversations, as_json=as_json):
+            estimate = _tokenize(settings, conversations, report, spool)
         health = shards.health()
         limits = queue_limits(settings, health)
         document, lines = describe_read(report, conversations)

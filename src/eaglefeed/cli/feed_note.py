@@ -58,6 +58,7 @@ def _settings_that_matter(settings: Settings) -> dict[str, Any]:
         "batch_size": feed.batch_size,
         "packing": feed.packing,
         "keep_open": feed.keep_open,
+        "role_aliases": dict(feed.role_aliases),
         "supervision": produce.supervision,
         "vocab": produce.vocab.name if produce.vocab else "",
         "groups": list(settings.queue.groups),

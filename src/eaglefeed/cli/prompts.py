@@ -1,18 +1,36 @@
 """A conversations file as work items: `feed` queues them, `train` on a target of its own goes over them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from eaglefeed.cli.targets import target_tokenizer
 from eaglefeed.config import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from eaglefeed.config import FeedSection
     from eaglefeed.producer.jsonl import ReadReport
     from eaglefeed.schema.prompt import Prompt
 
-__all__ = ["PromptReader"]
+__all__ = ["PromptReader", "RowRules", "row_rules"]
+
+
+class RowRules(TypedDict):
+    """What the settings say about a file's rows, for `read_conversations` and its like."""
+
+    max_line_bytes: int
+    role_aliases: "Mapping[str, str]"
+    max_rejected_share: float
+
+
+def row_rules(feed: "FeedSection") -> RowRules:
+    """What the settings say about a file's rows."""
+    return RowRules(
+        max_line_bytes=feed.max_line_bytes,
+        role_aliases=feed.role_aliases,
+        max_rejected_share=feed.max_rejected_share,
+    )
 
 
 class PromptReader:
@@ -33,8 +51,14 @@ class PromptReader:
         self.template_fingerprint = template_fingerprint(self._tokenizer)
         self.max_length = min(settings.feed.max_length, max_positions or settings.feed.max_length)
 
-    def read(self, path: Path, report: "ReadReport") -> "Iterator[Prompt]":
-        """The file's work items, in an order that is always the same; `read_conversations` explains the rest."""
+    def read(self, path: Path, report: "ReadReport", *, any_share: bool = False) -> "Iterator[Prompt]":
+        """The file's work items, in an order that is always the same; `read_conversations` explains the rest.
+
+        Args:
+            path: of the file.
+            report: counts every row.
+            any_share: rows may be rejected without a bound, for who has used the others when this is known.
+        """
         from eaglefeed.producer.conversations import (
             batches,
             packed_batches,
@@ -47,8 +71,12 @@ class PromptReader:
             "tokenizer_fingerprint": self.tokenizer_fingerprint,
             "template_fingerprint": self.template_fingerprint,
         }
+        rules = row_rules(self._feed)
+        if any_share:
+            rules["max_rejected_share"] = 1.0
         size, length = self._feed.batch_size, self.max_length
-        rows = read_conversations(path, self._tokenizer, report, max_length=length, vocab_size=self._vocab_size)
+        vocab_size = self._vocab_size
+        rows = read_conversations(path, self._tokenizer, report, max_length=length, vocab_size=vocab_size, **rules)
         if self._feed.packing:
             for packed in packed_batches(rows, size, length):
                 yield to_packed_prompt(packed, max_length=length, **said)

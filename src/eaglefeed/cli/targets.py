@@ -62,7 +62,13 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     from eaglefeed.producer.loading import load_tokenizer
 
     target = settings.target
-    return load_tokenizer(target.name, cache_dir=target.cache_dir, trust_remote_code=target.trust_remote_code)
+    return load_tokenizer(
+        target.name,
+        cache_dir=target.cache_dir,
+        trust_remote_code=target.trust_remote_code,
+        template_values=target.chat_template_kwargs,
+        template_date=target.chat_template_date,
+    )
 
 
 def vocabulary_map(settings: Settings, fingerprint: str) -> "VocabMapping | None":

@@ -96,7 +96,7 @@ class TargetSource:
         train, contract = self._settings.train, self.assets.contract
         with BackendStream(
             self._opened.backend,
-            self._reader.read(self._conversations, self._read),
+            self._reader.read(self._conversations, self._read, any_share=True),
             depth=train.target_prefetch_depth,
             values=self._settings.store.values,
             vocab_size=self._opened.info.vocab_size,

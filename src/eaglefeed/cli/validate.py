@@ -1,4 +1,4 @@
-"""`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract."""
+"""`eaglefeed validate`: check shards, folders, refs and a queue's refs against the contract, and rows of JSONL."""
 
 import os
 import re
@@ -23,6 +23,7 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.rows import check_rows
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, EaglefeedError, InputError, QueueUnavailable, SampleCorrupt, SchemaError
 from eaglefeed.schema.contract import CONTRACT_FILE
@@ -53,7 +54,9 @@ class _Depth(StrEnum):
 
 def validate(
     ctx: typer.Context,
-    paths: Annotated[list[Path] | None, typer.Argument(help="Shards, folders, or refs in JSON.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Shards, folders, refs in JSON, or conversations in JSONL.")
+    ] = None,
     queue: Annotated[bool, typer.Option("--queue", help="Check the refs of the run's samples queue.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Check the tensors' values too.")] = False,
     headers: Annotated[bool, typer.Option("--headers", help="Read headers alone: no checksums.")] = False,
@@ -63,7 +66,10 @@ def validate(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check samples: headers, refs and checksums, or with --values the tensors too. One line a fault; exits 0 or 3."""
+    """Check samples: headers, refs and checksums, or with --values the tensors too. One line a fault; exits 0 or 3.
+
+    Of conversations (.jsonl) the form is checked, row by row, without a target: its template is asked by `feed`.
+    """
     verify = "always"  # whatever the run's trainers check
     settings = read_settings(ctx, config, run__id=run, redis_url=redis, store__uri=store, store__verify=verify)
     if not paths and not queue:
@@ -71,8 +77,12 @@ def validate(
     if values and headers:
         raise ConfigError("values stand behind the header", subject="--values, --headers", fix="leave one of both out")
     depth = _Depth.VALUES if values else _Depth.HEADERS if headers else _Depth.DIGESTS
-    checked, faults = 0, []
-    for name, check in chain(_in_paths(paths or [], depth), _in_queue(settings, depth) if queue else ()):
+    checked, faults = 0, list[dict[str, str]]()
+    for path in filter(_has_rows, paths or []):
+        num_rows, found = check_rows(path, settings.feed)
+        checked, faults = checked + num_rows, faults + found
+    others = [path for path in paths or [] if not _has_rows(path)]
+    for name, check in chain(_in_paths(others, depth), _in_queue(settings, depth) if queue else ()):
         checked += 1
         try:
             check()
@@ -84,6 +94,10 @@ def validate(
     emit(as_json, {"checked": checked, "faults": faults}, [*lines, f"{checked} checked, {len(faults)} with faults"])
     if faults:
         raise typer.Exit(_FAILED)
+
+
+def _has_rows(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".ndjson") and not path.is_dir()
 
 
 def _in_paths(paths: list[Path], depth: _Depth) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from eaglefeed.cli.common import ConfigOption, JsonOption, TargetOption, emit, read_settings
-from eaglefeed.cli.reports import describe_read
+from eaglefeed.cli.prompts import row_rules
+from eaglefeed.cli.reports import describe_read, refusal_told
 
 __all__ = ["vocab"]
 
@@ -35,7 +36,9 @@ def vocab(
     width, longest = sizes.vocab_size, min(settings.feed.max_length, sizes.max_positions or settings.feed.max_length)
     stops = stop_token_ids(name, cache_dir, trust_remote_code=trusts)
     reserved = {*reserved_token_ids(tokenizer), *stops}
-    counts = count_loss_tokens(conversations, tokenizer, report, max_length=longest, vocab_size=width)
+    with refusal_told(report, conversations, as_json=as_json):
+        rules = row_rules(settings.feed)
+        counts = count_loss_tokens(conversations, tokenizer, report, max_length=longest, vocab_size=width, **rules)
     mapping = VocabMapping.from_counts(
         counts,
         draft_vocab_size=settings.draft.vocab_size,

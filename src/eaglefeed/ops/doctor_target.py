@@ -4,16 +4,16 @@ V target vocabulary · D draft vocabulary
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eaglefeed.ops.doctor import Finding, Said, fail, look, ok, skipped, warn
+from eaglefeed.ops.doctor_template import examine_mask, usable_probe, writes_a_date
 from eaglefeed.ops.wording import human_bytes
-from eaglefeed.producer.chat import Chat, RowFault
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,17 +28,6 @@ __all__ = ["TargetPlan", "examine_target"]
 _READ_S, _LOAD_S = 60.0, 540.0
 _MUCH = 2
 """How many times larger full logits must be before the doctor speaks of them."""
-_SHOWN_CHARS, _SHOWN_SPANS = 60, 4
-_TEMPLATE_FIX = "use an instruction-tuned target, or mend the chat template of its tokenizer"
-_PROBE = Chat(
-    "doctor",
-    [
-        {"role": "user", "content": "What is the capital of France?"},
-        {"role": "assistant", "content": "It is Paris."},
-        {"role": "user", "content": "And that of Spain?"},
-        {"role": "assistant", "content": "It is Madrid."},
-    ],
-)
 
 
 @dataclass(frozen=True)
@@ -57,6 +46,8 @@ class TargetPlan:
         vocab: the vocabulary map of producers, if there is one.
         draft_vocab: that of trainers, if they are given one.
         draft_vocab_size: D of a map that is not made yet.
+        template_values: what its chat template is told.
+        template_date: the date that it is told.
     """
 
     name: str
@@ -70,6 +61,8 @@ class TargetPlan:
     vocab: Path | None
     draft_vocab: Path | None
     draft_vocab_size: int
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    template_date: date | None = None
 
 
 def examine_target(
@@ -92,7 +85,7 @@ def examine_target(
     yield from look("target.sizes", partial(_sizes, plan, sizes[0]))
     yield from look("target.template", partial(_template, plan, sizes[0], tokenizers), _READ_S)
     if tokenizers:
-        yield from look("target.mask", partial(_mask, tokenizers[0]))
+        yield from look("target.mask", partial(examine_mask, tokenizers[0]))
     if load is None:
         yield from look(
             "target.weights", lambda: [skipped("not loaded", "`eaglefeed doctor --load` does, and runs it")]
@@ -192,41 +185,23 @@ def _named(encoding: "Encoding") -> str:
 def _template(plan: TargetPlan, sizes: "TargetSizes", found: "list[PreTrainedTokenizerBase]") -> Iterator[Said]:
     from eaglefeed.producer.loading import load_tokenizer, template_fingerprint
 
-    tokenizer = load_tokenizer(plan.name, cache_dir=plan.cache_dir, trust_remote_code=plan.trust_remote_code)
+    tokenizer = load_tokenizer(
+        plan.name,
+        cache_dir=plan.cache_dir,
+        trust_remote_code=plan.trust_remote_code,
+        template_values=plan.template_values,
+        template_date=plan.template_date,
+    )
     digest = template_fingerprint(tokenizer)
     if len(tokenizer) > sizes.vocab_size:
         what = f"its tokenizer has {len(tokenizer)} tokens, more than its head's {sizes.vocab_size}"
         yield fail(what, "use the tokenizer that the target was trained with")
         return
     found.append(tokenizer)
+    if plan.template_date is None and writes_a_date(tokenizer):
+        fix = "set target.chat_template_date, for answers, feed, produce and train alike"
+        yield warn("its chat template writes each day's date: rows fed again on another day are others", fix)
     yield ok(f"a chat template and a fast tokenizer of {len(tokenizer)} tokens (digest {digest[:8]})")
-
-
-def _mask(tokenizer: "PreTrainedTokenizerBase") -> Iterator[Said]:
-    from eaglefeed.producer.masking import tokenize_chat
-
-    try:
-        chat = tokenize_chat(tokenizer, _PROBE)
-    except RowFault as error:
-        yield fail(f"a plain conversation of two turns cannot be used: {error}", _TEMPLATE_FIX)
-        return
-    runs = groupby(zip(chat.input_ids, chat.loss_mask, strict=True), key=lambda token: token[1])
-    spans = [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
-    total, trained = len(chat.loss_mask), sum(chat.loss_mask)
-    if not trained:
-        yield fail(f"no token of {total} of a plain conversation is trained on: the mask is empty", _TEMPLATE_FIX)
-        return
-    what = f"trained on {trained} of {total} tokens of a probe: {', '.join(map(_quoted, spans[:_SHOWN_SPANS]))}"
-    missing = [turn["content"] for turn in _PROBE.messages[1::2] if not any(turn["content"] in span for span in spans)]
-    if missing:
-        fix = "mend the chat template: it renders an earlier turn otherwise than the target wrote it"
-        yield warn(f"{what}; not on {', '.join(map(_quoted, missing))}", fix)
-    else:
-        yield ok(what)
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…")
 
 
 def _weights(
@@ -234,9 +209,7 @@ def _weights(
 ) -> Iterator[Said]:
     import torch
 
-    from eaglefeed.producer.masking import tokenize_chat
-
-    chat = tokenize_chat(tokenizer, _PROBE)
+    chat = usable_probe(tokenizer).tokens
     ids, loss = torch.tensor([chat.input_ids]), torch.tensor([chat.loss_mask])
     with load() as target:
         aux = target.generate_batch(ids, torch.ones_like(ids), loss).aux_hidden_states

@@ -1,8 +1,7 @@
 """Let the target answer prompts, greedily: a draft must learn what its target says."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import torch
 
-from eaglefeed.errors import InputError
+from eaglefeed.producer.answer_file import OTHER_FILE, answers_before, appending
 from eaglefeed.producer.chat import Chat, ChatIds, RowFault, parse_chat
-from eaglefeed.producer.jsonl import ReadReport, read_rows
+from eaglefeed.producer.encoding import encode_start
+from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, Row, read_rows
 from eaglefeed.producer.loading import eos_token_ids
-from eaglefeed.producer.masking import render
+from eaglefeed.producer.rendering import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["AnswerReport", "answer_prompts"]
 
 _WINDOW_BATCHES = 8
-_COPY_BYTES = 2**20
-_OTHER_FILE = "name another output file"
-_ROOM = "make room there and start again, it goes on where it stopped"
 
 
 @dataclass
@@ -72,6 +69,10 @@ def answer_prompts(
     max_new_tokens: int = 128,
     batch_size: int = 16,
     on_batch: Callable[[AnswerReport], None] = lambda _: None,
+    report: AnswerReport | None = None,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    role_aliases: Mapping[str, str] | None = None,
+    max_rejected_share: float = 1.0,
 ) -> AnswerReport:
     """Answer every prompt of a JSONL file and append the conversations to another, in the order they are done.
 
@@ -87,84 +88,46 @@ def answer_prompts(
         max_new_tokens: tokens an answer may take.
         batch_size: prompts a forward; prompts of like length are put together.
         on_batch: called with the report after each batch.
+        report: filled in, also where this fails; a new one by default.
+        max_line_bytes: longer lines of the prompts are rejected unread.
+        role_aliases: names of roles in the prompts → the roles they are.
+        max_rejected_share: of the prompts, 0 to 1; more is an error at the end.
 
     Raises:
-        ConfigError: the prompts cannot be read.
-        InputError: none of them can be used, or the output holds something else or cannot be written (what was written
-            stays good).
+        ConfigError: the prompts cannot be read, or the output is theirs or another process's.
+        InputError: none of them can be used, or too few, or the output holds something else or cannot be written (what
+            was written stays good).
     """
-    report = AnswerReport()
-    done = _resume(output)
-    questions = _questions(tokenizer, prompts, done, report, _longest(model) - max_new_tokens)
-    with _appending(output) as file:
+    report = report or AnswerReport()
+    with appending(output, prompts) as file:
+        done = answers_before(output)
+        rows = read_rows(prompts, report.read, max_line_bytes=max_line_bytes)
+        new = _unanswered(rows, done, report, role_aliases)
+        questions = _questions(tokenizer, new, report.read, _longest(model) - max_new_tokens)
         for batch in _batches(questions, batch_size):
             answers = _generate(model, tokenizer, [question.input_ids for question in batch], max_new_tokens)
             for question, answer in zip(batch, answers, strict=True):
                 _write(file, question.chat, answer)
                 report.count(answer.num_tokens, answer.finish)
             on_batch(report)
-    report.read.require_accepted(prompts)
+    report.read.require_accepted(prompts, max_rejected_share=max_rejected_share)
     return report
 
 
-@contextmanager
-def _appending(output: Path) -> Iterator[IO[str]]:
-    try:
-        with output.open("a", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise InputError("cannot be written", subject=str(output), got=error.strerror, fix=_ROOM) from None
-
-
-def _resume(output: Path) -> dict[str, int]:
-    """Sample id → digest of the prompt, for every answer that is there."""
-    if not output.exists():
-        return {}
-    found, done = ReadReport(), {}
-    try:
-        _drop_half_line(output)
-        for row in read_rows(output, found):
-            chat = parse_chat(row.data)
-            done[chat.sample_id] = chat.digest(-1)
-    except RowFault as fault:
-        found.reject(row.line, row.id, str(fault))
-    except OSError as error:
-        raise InputError("cannot be written", subject=str(output), got=error.strerror) from None
-    if found.rejected:
-        got = f"line {found.rejections[0].line}: {found.rejections[0].reason}"
-        raise InputError("holds other things than answers", subject=str(output), got=got, fix=_OTHER_FILE)
-    return done
-
-
-def _drop_half_line(output: Path) -> None:
-    with output.open("r+b") as file:
-        end = file.seek(0, 2)
-        while end > 0:
-            start = max(0, end - _COPY_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)
-
-
-def _questions(
-    tokenizer: "PreTrainedTokenizerBase", prompts: Path, done: dict[str, int], report: AnswerReport, room: int
-) -> Iterator[_Question]:
+def _unanswered(
+    rows: Iterator[Row], done: dict[str, int], report: AnswerReport, role_aliases: Mapping[str, str] | None
+) -> Iterator[tuple[Row, Chat]]:
     ids = ChatIds()
-    for row in read_rows(prompts, report.read):
+    for row in rows:
         try:
-            chat = parse_chat(row.data)
+            chat = parse_chat(row.data, role_aliases)
             if not ids.is_new(chat, row.line):
                 report.read.duplicates += 1
             elif _is_answered(chat, done):
                 report.kept += 1
                 report.read.accepted += 1
             else:
-                yield _question(tokenizer, chat, room)
-                report.read.accepted += 1
+                yield row, chat
         except RowFault as fault:
             report.read.reject(row.line, row.id, str(fault))
 
@@ -172,16 +135,30 @@ def _questions(
 def _is_answered(chat: Chat, done: dict[str, int]) -> bool:
     digest = done.get(chat.sample_id)
     if digest is not None and digest != chat.digest():
-        raise RowFault("answered before with another prompt: " + _OTHER_FILE)
+        raise RowFault("answered before with another prompt: " + OTHER_FILE)
     return digest is not None
+
+
+def _questions(
+    tokenizer: "PreTrainedTokenizerBase", chats: Iterator[tuple[Row, Chat]], read: ReadReport, room: int
+) -> Iterator[_Question]:
+    for row, chat in chats:
+        try:
+            question = _question(tokenizer, chat, room)
+        except RowFault as fault:
+            read.reject(row.line, row.id, str(fault))
+        else:
+            read.accepted += 1
+            yield question
 
 
 def _question(tokenizer: "PreTrainedTokenizerBase", chat: Chat, room: int) -> _Question:
     if chat.messages[-1]["role"] not in ("user", "tool"):
         raise RowFault(f"nothing to answer: it ends in a turn of {chat.messages[-1]['role']}")
-    input_ids = tokenizer(render(tokenizer, chat, len(chat.messages)), add_special_tokens=False)["input_ids"]
+    text = render(tokenizer, chat, len(chat.messages))
+    input_ids = encode_start(tokenizer, text, max(room, 0))["input_ids"]
     if len(input_ids) > room:
-        raise RowFault(f"too long for the target: {len(input_ids)} tokens, at most {room}")
+        raise RowFault(f"too long for the target: more than {room} tokens")
     return _Question(chat, input_ids)
 
 

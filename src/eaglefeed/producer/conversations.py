@@ -1,14 +1,14 @@
 """Conversations to work items: tokenized, masked, cut, checked, and grouped or packed. One pass, bounded memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from eaglefeed.producer.chat import ChatIds, RowFault, parse_chat
-from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, Row, read_rows
+from eaglefeed.producer.chat import Chat, ChatIds, RowFault, parse_chat
+from eaglefeed.producer.jsonl import MAX_LINE_BYTES, ReadReport, read_rows
 from eaglefeed.producer.masking import tokenize_chat
 from eaglefeed.schema.prompt import Prompt, PromptRow
 
@@ -39,6 +39,8 @@ def read_conversations(
     max_length: int,
     vocab_size: int | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
+    role_aliases: Mapping[str, str] | None = None,
+    max_rejected_share: float = 1.0,
 ) -> Iterator[Conversation]:
     """Tokenize a JSONL file with the target's chat template, in the file's order.
 
@@ -49,15 +51,18 @@ def read_conversations(
         max_length: tokens a row is cut to, before it is checked for tokens to learn from.
         vocab_size: V; a row with a token that the target has no row for is rejected.
         max_line_bytes: longer lines are rejected unread.
+        role_aliases: names of roles in the file → the roles they are.
+        max_rejected_share: of the file's rows, 0 to 1.
 
     Raises:
         ConfigError: the file cannot be read.
-        InputError: (at its end) not one row of it was accepted.
+        InputError: it is no JSONL; or (at its end) not one row of it was accepted, or too many were rejected.
     """
     ids = ChatIds()
     for row in read_rows(path, report, max_line_bytes=max_line_bytes):
         try:
-            conversation = _conversation(tokenizer, row, ids, report, max_length)
+            chat = parse_chat(row.data, role_aliases)
+            conversation = _conversation(tokenizer, chat, row.line, ids, report, max_length)
             _check_ids(conversation, vocab_size)
         except RowFault as fault:
             report.reject(row.line, row.id, str(fault))
@@ -65,22 +70,22 @@ def read_conversations(
             if conversation is not None:
                 report.accepted += 1
                 yield conversation
-    report.require_accepted(path)
+    report.require_accepted(path, max_rejected_share=max_rejected_share)
 
 
 def _conversation(
-    tokenizer: "PreTrainedTokenizerBase", row: Row, ids: ChatIds, report: ReadReport, max_length: int
+    tokenizer: "PreTrainedTokenizerBase", chat: Chat, line: int, ids: ChatIds, report: ReadReport, max_length: int
 ) -> Conversation | None:
-    chat = parse_chat(row.data)
-    if not ids.is_new(chat, row.line):
+    if not ids.is_new(chat, line):
         report.duplicates += 1
         return None
-    tokens = tokenize_chat(tokenizer, chat)
+    tokens = tokenize_chat(tokenizer, chat, max_length=max_length)
     input_ids, loss_mask = tokens.input_ids[:max_length], tokens.loss_mask[:max_length]
-    if not any(loss_mask):
-        raise RowFault("no loss tokens after truncation" if any(tokens.loss_mask) else "no loss tokens")
+    if not any(loss_mask[1:]):  # a first token has nothing before it to be predicted from
+        raise RowFault("no loss tokens after truncation" if len(tokens.input_ids) > max_length else "no loss tokens")
     report.unsupervised_turns += tokens.unsupervised_turns
-    return Conversation(chat.sample_id, row.line, tuple(input_ids), tuple(loss_mask))
+    report.unrendered.update(tokens.unrendered)
+    return Conversation(chat.sample_id, line, tuple(input_ids), tuple(loss_mask))
 
 
 def _check_ids(conversation: Conversation | None, vocab_size: int | None) -> None:

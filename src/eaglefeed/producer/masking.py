@@ -1,117 +1,90 @@
 """Chats to tokens: the target's own template over the whole conversation, and a loss mask on what the target writes.
 
-A template without generation tags is asked for every assistant turn what it renders before and after it. The text in
-between is the turn: its header lies before, its end-of-turn marker inside, white space behind the marker outside.
+For every assistant turn the template is asked what it renders before and after it. The text in between is the turn: its
+header lies before, its end-of-turn marker inside, white space behind the marker outside. It gets loss only if the text
+holds it as the target wrote it, behind the prompt that the target saw.
 """
 
-import re
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from jinja2 import TemplateError
+from typing import TYPE_CHECKING, NamedTuple
 
 from eaglefeed.producer.chat import Chat, RowFault
+from eaglefeed.producer.encoding import encode_start
+from eaglefeed.producer.rendering import unrendered_roles
+from eaglefeed.producer.turns import AssistantTurns, Span
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-__all__ = ["TokenizedChat", "render", "tokenize_chat"]
-
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+__all__ = ["TokenizedChat", "tokenize_chat"]
 
 
 class TokenizedChat(NamedTuple):
-    """Token ids as apply_chat_template gives them, 1 where the loss is taken, and assistant turns left without loss."""
+    """A chat as tokens.
+
+    Args:
+        input_ids: token ids as apply_chat_template gives them, or with the last answer as it was written.
+        loss_mask: 1 where the loss is taken.
+        unsupervised_turns: assistant turns left without loss.
+        unrendered: the role of each other turn that the template leaves out.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
     unsupervised_turns: int
+    unrendered: tuple[str, ...] = ()
 
 
-def render(tokenizer: "PreTrainedTokenizerBase", chat: Chat, num_messages: int | None = None) -> str:
-    """The template's text of a whole chat, or the prompt that a server would form of its first messages.
-
-    Raises:
-        RowFault: the template refuses it; carries the template's message.
-    """
-    messages = chat.messages if num_messages is None else chat.messages[:num_messages]
-    return _render(tokenizer, messages, chat.tools, as_prompt=num_messages is not None)
-
-
-def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> TokenizedChat:
+def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", chat: Chat, *, max_length: int | None = None) -> TokenizedChat:
     """Tokenize a chat once, as a whole, and mark the assistant's tokens.
 
-    Special-token text inside content becomes special ids, as it does on a server. A template with generation tags
-    gives its own mask. Elsewhere an earlier turn that the whole text does not hold as it was when the target wrote it
-    (thinking that is taken out later) gets no loss; the last assistant turn must be there so.
+    Special-token text inside content becomes special ids, as it does on a server. An earlier turn that the whole text
+    does not hold as it was when the target wrote it (thinking that is taken out later) gets no loss. A last one that
+    the template would rewrite is put behind its prompt as it was written. Of a template with generation tags, only
+    what they mark is trained on.
+
+    Args:
+        tokenizer: the target's own.
+        chat: the conversation.
+        max_length: how many tokens matter: turns behind them are not looked for, which takes a rendering each, and of
+            a text far longer than these no more tokens may come.
 
     Raises:
         RowFault: the template refuses the chat, drops its tool calls, or rewrites its last turn.
     """
-    text = render(tokenizer, chat)
-    _require_tool_calls(tokenizer, chat, text)
-    if _GENERATION_TAG.search(tokenizer.get_chat_template(tools=chat.tools)):
-        return _tagged(tokenizer, chat)
-    spans = _assistant_spans(tokenizer, chat, text)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
-    starts = [start for start, _ in encoded["offset_mapping"]]
+    turns = AssistantTurns(tokenizer, chat)
+    text, last = turns.last()
+    encoded = encode_start(tokenizer, text, None if turns.is_tagged else max_length)
+    starts = _starts(encoded)
+    limit = len(text) if max_length is None or max_length >= len(starts) else starts[max_length]
+    spans = [*turns.earlier(text, limit), last]
     found = [span for span in spans if span is not None]
-    return TokenizedChat(encoded["input_ids"], _mask(starts, found), len(spans) - len(found))
+    mask = _mask(starts, found)
+    if turns.is_tagged:
+        mask = [one & other for one, other in zip(mask, _tagged(tokenizer, chat), strict=True)]
+    unrendered = unrendered_roles(tokenizer, chat, text)
+    if "user" in unrendered:
+        raise RowFault("the template leaves out what a user says")
+    return TokenizedChat(encoded["input_ids"], mask, len(spans) - len(found), unrendered)
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[Any], tools: Any, *, as_prompt: bool = False) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=as_prompt)
-    except _TEMPLATE_FAULTS as error:
-        raise RowFault(f"the template refuses it: {str(error)[:300]}") from None
-    return str(text)
-
-
-def _require_tool_calls(tokenizer: "PreTrainedTokenizerBase", chat: Chat, text: str) -> None:
-    bare = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in chat.messages]
-    if bare != chat.messages and _render(tokenizer, bare, chat.tools) == text:
-        raise RowFault("the template renders no tool_calls: their turn would be empty (content null)")
-
-
-def _tagged(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> TokenizedChat:
+def _tagged(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[int]:
     encoded = tokenizer.apply_chat_template(
         chat.messages, tools=chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return TokenizedChat(list(encoded["input_ids"]), list(encoded["assistant_masks"]), 0)
+    return list(encoded["assistant_masks"])
 
 
-def _assistant_spans(tokenizer: "PreTrainedTokenizerBase", chat: Chat, text: str) -> list[tuple[int, int] | None]:
-    turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    if not turns:
-        raise RowFault("no assistant turn")
-    spans = [_span(tokenizer, chat, text, index) for index in turns]
-    last = spans[-1]
-    if last is None:
-        raise RowFault(f"the template rewrites earlier turns: turn {turns[-1]} is not rendered as the target writes it")
-    if chat.cut_off:
-        spans[-1] = _without_end_marker(text, last, chat.messages[turns[-1]]["content"])
-    return spans
+def _starts(encoded: "BatchEncoding") -> list[int]:
+    """Where in the text each token begins; some tokenizers leave a token's leading blanks out of its offsets."""
+    starts, before = [], 0
+    for token, (start, end) in zip(encoded.tokens(), encoded["offset_mapping"], strict=True):
+        num_blanks = len(token) - len(token.lstrip("Ġ"))
+        starts.append(max(min(start, before), start - num_blanks) if num_blanks else start)
+        before = end
+    return starts
 
 
-def _span(tokenizer: "PreTrainedTokenizerBase", chat: Chat, text: str, index: int) -> tuple[int, int] | None:
-    """Where the turn stands in the text; None if what comes before it, or itself, is rendered otherwise there."""
-    if index == 0:
-        return None  # a server never answers an empty conversation
-    prompt = render(tokenizer, chat, index)
-    whole = _render(tokenizer, chat.messages[: index + 1], chat.tools).rstrip()
-    if not (whole.startswith(prompt) and text.startswith(whole)):
-        return None
-    return len(prompt), len(whole)
-
-
-def _without_end_marker(text: str, span: tuple[int, int], content: str) -> tuple[int, int]:
-    start, end = span
-    written = content.strip()
-    found = text.rfind(written, start, end) if written else start
-    return (start, found + len(written)) if found >= 0 else span
-
-
-def _mask(starts: list[int], spans: list[tuple[int, int]]) -> list[int]:
+def _mask(starts: list[int], spans: list[Span]) -> list[int]:
     """1 for tokens that begin inside a span: one that begins in the header is not the target's to write.
 
     The bytes of one character share its offsets, so all of them are in or out.
