@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -30,20 +30,30 @@ def big_prompt(index: int) -> Prompt:
     return pipeline.prompt(index, rows=(row,), max_length=4096)
 
 
+def _used(folder: Path) -> int:
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return sum(_used(Path(each.path)) if each.is_dir() else _size(each) for each in entries)
+    return 0
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:  # a write that has just ended
+        return 0
+
+
 def shrink(monkeypatch: pytest.MonkeyPatch, root: Path, num_bytes: int) -> None:
     """Let the files below a folder take so many bytes together, and no more."""
 
-    def used() -> int:
-        return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
     def write(real: Callable[..., int], fd: int, data: memoryview, place: int) -> int:
-        if used() + max(place + len(data) - os.fstat(fd).st_size, 0) > num_bytes:
+        if _used(root) + max(place + len(data) - os.fstat(fd).st_size, 0) > num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data, place)
 
     def told(real: Callable[..., os.statvfs_result], fd: int) -> os.statvfs_result:
         fields = list(real(fd))
-        fields[4] = max(num_bytes - used(), 0) // fields[1]  # f_bavail, in units of f_frsize
+        fields[4] = max(num_bytes - _used(root), 0) // fields[1]  # f_bavail, in units of f_frsize
         return os.statvfs_result(fields)
 
     monkeypatch.setattr(files, "file_system", lambda _fd: NFS)  # which preallocates nothing

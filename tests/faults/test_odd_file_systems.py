@@ -155,10 +155,9 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return os.strerror(code)
 
 
-def test_a_trainer_goes_on_where_there_are_no_locks_and_says_so(tmp_path: Path, no_locks: str) -> None:
-    with capture_logs() as logs, only_trainer_of(tmp_path / "draft"):
+def test_a_trainer_says_where_its_checkpoints_cannot_be_guarded(tmp_path: Path, no_locks: str) -> None:
+    with pytest.raises(ConfigError, match=f"{no_locks}; pass --output"), only_trainer_of(tmp_path / "draft"):
         pass
-    assert [(entry["event"], entry["reason"]) for entry in logs] == [("folder_not_locked", no_locks)]
 
 
 def test_a_lock_that_fails_otherwise_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

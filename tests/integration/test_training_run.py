@@ -277,7 +277,7 @@ def test_a_file_system_without_locks_is_told_as_such(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StorageError, match="No locks available"), only_trainer_of(tmp_path):
+    with pytest.raises(ConfigError, match="No locks available; pass --output"), only_trainer_of(tmp_path):
         pass
 
 

@@ -141,12 +141,10 @@ def wait_for_run(
 def only_trainer_of(folder: Path) -> Iterator[None]:
     """Make the folder if it is not there, and hold it: two trainers would overwrite each other's checkpoints.
 
-    A file system without locks (Lustre without `flock`, some network mounts) holds nothing: that is logged.
-
     Removes what one that was killed while it wrote has left half written.
 
     Raises:
-        ConfigError: another process trains into it.
+        ConfigError: another process trains into it, or its file system has no locks.
         StorageError: it cannot be made or locked.
     """
     with translated(folder):
@@ -162,7 +160,8 @@ def only_trainer_of(folder: Path) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                log.warning("folder_not_locked", folder=str(folder), reason=error.strerror)
+                fix = "pass --output with a folder whose file system has locks (Lustre: mounted with flock)"
+                raise ConfigError("cannot be locked", subject=str(folder), got=error.strerror, fix=fix) from None
             for left in folder.glob(".*.tmp"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
