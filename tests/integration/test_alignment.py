@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 DRAFT_IDS = torch.tensor([0, 12, 13, 20])
 T2D = torch.isin(torch.arange(V), DRAFT_IDS)
 SUPERVISION = ("logits", "target_probs", "last_hidden_states")
-STORES = ("memory", "file", "peer over HTTP", "peer over a pair")
+STORES = ("file", "peer over HTTP", "peer over a pair")
 WAYS = [(way, supervision) for way in ("colocated", *STORES) for supervision in SUPERVISION]
 WAYS += [(f"server over {plane}", supervision) for plane in ("HTTP", "a pair") for supervision in SUPERVISION[:2]]
 
@@ -126,7 +126,7 @@ def came(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 stack.enter_context(peers.pulling(**options)),
             )
             return supervision, through(writer, reader, supervision)
-        store = open_store(tmp_path_factory.mktemp("store").as_uri()) if kind == "file" else pipeline.MemoryStore()
+        store = open_store(tmp_path_factory.mktemp("store").as_uri())
         return supervision, through(store, store, supervision)
 
 
