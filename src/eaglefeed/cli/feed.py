@@ -31,6 +31,7 @@ from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull
+from eaglefeed.producer.feed_record import FeedRecord, agree_on_feed, agree_on_file
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import has_unknown_shards
@@ -39,7 +40,7 @@ from eaglefeed.storage.base import ENDLESS, FeatureStore, StoreHealth
 
 __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 
-_CHUNK = 500
+_CHUNK, _CONFLICTS_CODE = 500, 3
 _FULL_WAIT_S = 600.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 _PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
@@ -113,7 +114,7 @@ def feed(
         raise ConfigError("conversations are fed into the first epoch", subject="--epoch, --seed", fix="pass --replay")
     report = ReadReport()
     with tempfile.TemporaryFile() as spool, opened_store(settings) as shards:
-        estimate = _tokenize(settings, conversations, report, spool)
+        estimate, record = _tokenize(settings, conversations, report, spool)
         health = shards.health()
         limits = queue_limits(settings, health)
         document, lines = describe_read(report, conversations)
@@ -125,6 +126,7 @@ def feed(
             _check_peer_bytes(settings, estimate.largest_bytes)
         document |= estimate._asdict()
         with open_queues(settings) as queues, noted(settings, queues, conversations, document) as fact:
+            _agree(queues, record, conversations)
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
             fed = _put_all(queues, spool)
@@ -135,6 +137,8 @@ def feed(
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
     told += f", {fed.produced} have their samples already" if fed.produced else ""
     emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
+    if fed.conflicts:
+        raise typer.Exit(_CONFLICTS_CODE)
 
 
 def _check_replay(conversations: Path | None, shaping: list[str], *, replay: bool) -> None:
@@ -213,7 +217,7 @@ def _check_peer_bytes(settings: Settings, largest_bytes: int) -> None:
         raise ConfigError(what, subject="store.peer_bytes", wanted=wanted, got=human_bytes(room), fix=fix)
 
 
-def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
+def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> tuple[Estimate, FeedRecord]:
     """Write every work item to the spool, so that all is known before the first one is queued."""
     from eaglefeed.cli.prompts import PromptReader
     from eaglefeed.cli.targets import vocabulary_map
@@ -232,7 +236,14 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
         items, tokens, total = items + 1, tokens + prompt.num_tokens, total + size
         largest = max(largest, size)
     spool.seek(0)
-    return Estimate(items, tokens, total, largest)
+    return Estimate(items, tokens, total, largest), reader.record
+
+
+def _agree(queues: RunQueues, record: FeedRecord, path: Path) -> None:
+    """Before the first prompt is queued: the run is fed as it was before, and the file holds what it held."""
+    instance = QueueLedger(queues.run, queues.named).instance()
+    agree_on_feed(queues.samples, instance, record)
+    agree_on_file(queues.samples, instance, path, may_grow=record.keeps_rows)
 
 
 def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:
