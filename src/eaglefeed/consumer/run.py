@@ -22,6 +22,7 @@ from eaglefeed.consumer.meter import Pace, StepMeter
 from eaglefeed.consumer.source import BatchSource
 from eaglefeed.consumer.together import first_at_length
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
+from eaglefeed.consumer.waiting import Waiting
 from eaglefeed.errors import ConfigError, SampleMissing, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
@@ -117,8 +118,10 @@ def wait_for_run(
         TargetUnavailable: nobody did in `timeout_s`.
     """
     next_look_s = started_s = clock.monotonic()
+    waiting = Waiting(clock)
     log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
     while True:
+        waiting.tell("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
         if clock.monotonic() >= next_look_s:
             look()
             next_look_s = clock.monotonic() + look_s
