@@ -94,7 +94,7 @@ def test_ranks_that_are_started_long_before_the_first_producer_wait_for_it(tmp_p
     find_server_binary()
     folder = _settings(tmp_path).run_dir
     with rank_jobs.job(2, _wait, tmp_path) as ranks:
-        assert not ranks[0].pipe.poll(4 * DEADLINE_S)
+        assert not ranks[0].pipe.poll(2.5 * DEADLINE_S)
         assert not ranks[1].pipe.poll(0)
         with EmbeddedServer(folder / "queue") as server:
             client = connect(server.url)
