@@ -16,13 +16,11 @@ import pipeline
 import tiny_target
 from commands import Ended, Shell, conversation, save_tiny_target, write_rows
 from eaglefeed.cli import main
-from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.producer.worker import ProducerWorker
 from eaglefeed.queue.redis import RedisLeaseQueue
 from eaglefeed.schema.refs import decode_ref
 from eaglefeed.schema.vocab import VocabMapping
 from eaglefeed.storage.shared_dir import SharedDirStore
-from queue_servers import Bench
 
 NUM, HALF = 6, 3
 PRODUCE = ["produce", "--vocab", "vocab.safetensors"]
@@ -250,34 +248,23 @@ def test_a_feed_that_was_killed_is_finished_by_the_same_feed_and_by_no_other(
     assert (puts, fed["queued"], fed["known"], fed["conflicts"]) == ([3], 2, 3, [])
 
 
-def test_a_trainer_that_was_killed_gets_what_no_checkpoint_holds_and_its_producer_makes_nothing_again(
-    bench: Bench,
+def test_a_run_is_not_closed_over_a_file_whose_feed_was_killed(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = pipeline.Run(clock=pipeline.TurnableClock())
-    run.prompts, run.samples = bench.queue("prompts"), bench.queue("samples")
-    run.feed(*(pipeline.prompt(index, rows=(pipeline.PromptRow((1 + index % 40, 2), (0, 1)),)) for index in range(100)))
-    run.produce()
-    every, settled = {f"p-{index}" for index in range(100)}, []
-    with SampleStream(run.samples, run.store, consumer="t", lease_batch=4, prefetch=4, clock=run.clock) as stream:
-        for step in range(1, 41):
-            (batch,) = stream.take(1)
-            settled += batch.sample_ids
-            stream.ack(step)
-        stream.commit(40)  # its checkpoint is written
-        state = stream.state_dict()
-        held = {sample_id for batch in stream.take(4) for sample_id in batch.sample_ids}
-        stream.stop()
-        stream._taker.join(10)
-        stream._holdings.drain()  # what a killed process holds stays leased
-    assert run.produce(name="again").produced == 0
-    assert run.target.calls == 100
-    rest = []
-    with SampleStream(run.samples, run.store, consumer="t2", clock=run.clock) as stream:
-        stream.load_state_dict(state)
-        for batch in stream:
-            rest += batch.sample_ids
-    assert len(rest) == 60
-    assert sorted(settled + rest) == sorted(every)
-    assert held <= set(rest)
-    stats = run.samples.stats()
-    assert (stats.done, stats.dead, stats.unsettled, list(run.store.scan())) == (100, 0, 0, [])
+    one = write_rows(tmp_path / "one.jsonl", [conversation(index) for index in range(4)])
+    two = write_rows(tmp_path / "two.jsonl", [conversation(index) for index in range(4, 6)])
+    for run, last in (("both", one), ("without", two)):
+        with monkeypatch.context() as patch:
+            patch.setattr("eaglefeed.cli.feed._put_all", _killed)
+            with pytest.raises(KilledError):
+                shell.run(f"run.id={run}", "feed", one)
+        fed = shell.run(f"run.id={run}", "feed", two)
+        assert (fed.code, "one.jsonl: not fed to its end, so the run stays open" in fed.err) == (0, True)
+        assert not shell.run(f"run.id={run}", "queue", "stats", "--json").document["prompts"]["closed"]
+        assert shell.run(f"run.id={run}", "feed", last).err == ""
+        stats = shell.run(f"run.id={run}", "queue", "stats", "--json").document["prompts"]
+        assert (stats["closed"], stats["ready"]) == (True, 6 if last == one else 2)
+
+
+def _killed(*_: object) -> None:
+    raise KilledError

@@ -25,13 +25,14 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.feed_agreement import agree, waits_for_others
 from eaglefeed.cli.feed_note import noted
 from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull
-from eaglefeed.producer.feed_record import FeedRecord, agree_on_feed, agree_on_file
+from eaglefeed.producer.feed_record import FeedRecord, note_whole
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import has_unknown_shards
@@ -126,12 +127,13 @@ def feed(
             _check_peer_bytes(settings, estimate.largest_bytes)
         document |= estimate._asdict()
         with open_queues(settings) as queues, noted(settings, queues, conversations, document) as fact:
-            _agree(queues, record, conversations)
+            file = agree(queues, record, conversations)
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
             fed = _put_all(queues, spool)
             fact |= asdict(fed)
-            if not settings.feed.keep_open:
+            note_whole(queues.samples, file)
+            if not settings.feed.keep_open and not waits_for_others(queues, is_new=fed.queued > 0):
                 _close(queues)
     document |= asdict(fed) | {"run": settings.run.id}
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
@@ -237,13 +239,6 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
         largest = max(largest, size)
     spool.seek(0)
     return Estimate(items, tokens, total, largest), reader.record
-
-
-def _agree(queues: RunQueues, record: FeedRecord, path: Path) -> None:
-    """Before the first prompt is queued: the run is fed as it was before, and the file holds what it held."""
-    instance = QueueLedger(queues.run, queues.named).instance()
-    agree_on_feed(queues.samples, instance, record)
-    agree_on_file(queues.samples, instance, path, may_grow=record.keeps_rows)
 
 
 def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, uri: str) -> list[str]:

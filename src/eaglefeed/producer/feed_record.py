@@ -11,9 +11,9 @@ from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.schema.contract import CONTRACT_RECORD, RunContract
 from eaglefeed.schema.refs import first_fault
 
-__all__ = ["FeedRecord", "agree_on_feed", "agree_on_file"]
+__all__ = ["FeedRecord", "agree_on_feed", "agree_on_file", "note_whole", "unfinished"]
 
-_FEED, _FILE = "feed:", "file:"
+_FEED, _FILE, _WHOLE = "feed:", "file:", "whole:"
 """In the run's record, with the queue's instance behind them: a purged run may be fed otherwise."""
 _CHUNK_BYTES = 2**20
 _FIX = "feed as before, or into a new run; `eaglefeed queue purge` forgets what was fed"
@@ -59,8 +59,10 @@ def agree_on_feed(samples: LeaseQueue, instance: str, mine: FeedRecord) -> None:
         raise SchemaError("not a feed's record", subject=samples.name, got=first_fault(error)) from None
 
 
-def agree_on_file(samples: LeaseQueue, instance: str, path: Path, *, may_grow: bool) -> None:
+def agree_on_file(samples: LeaseQueue, instance: str, path: Path, *, may_grow: bool) -> str:
     """Record what a file holds, or check that it holds what was fed of it before; a pipe has no before.
+
+    Returns what `note_whole` is told once all of it is queued.
 
     Args:
         samples: of the run.
@@ -73,17 +75,34 @@ def agree_on_file(samples: LeaseQueue, instance: str, path: Path, *, may_grow: b
         ConfigError: it cannot be read.
     """
     if not path.is_file():
-        return
+        return ""
     prefix = f"{_FILE}{instance}:{xxhash.xxh3_64_hexdigest(os.fsencode(path.resolve()))}:"
     before = {name.removeprefix(prefix): each for name, each in samples.agreed().items() if name.startswith(prefix)}
-    fed = {int(size): digest.decode() for size, digest in before.items()}
+    fed = {int(size): digest.decode().partition(" ")[0] for size, digest in before.items()}
     size, digests = _digests(path, fed)
     for at, digest in fed.items():
         if digests.get(at) != digest or (at != size and not may_grow):
             wanted, got = f"data={at} bytes with digest {digest}", f"data={size} bytes with digest {digests[size]}"
             fix = f"put what is new into another file, or {_FIX}"
             raise ContractMismatch("changed since it was fed", subject=str(path), wanted=wanted, got=got, fix=fix)
-    samples.agree(f"{prefix}{size}", digests[size].encode())
+    samples.agree(f"{prefix}{size}", f"{digests[size]} {path.name}".encode(errors="replace"))
+    return f"{prefix}{size}"
+
+
+def note_whole(samples: LeaseQueue, file: str) -> None:
+    """All that a file held is queued."""
+    if file:
+        samples.agree(_WHOLE + file, b"1")
+
+
+def unfinished(samples: LeaseQueue, instance: str) -> list[str]:
+    """Names of the files whose feed has not come to its end: it was killed, or is under way."""
+    agreed = samples.agreed()
+    begun = {name: each for name, each in agreed.items() if name.startswith(f"{_FILE}{instance}:")}
+    whole = {name.rpartition(":")[0] for name in begun if _WHOLE + name in agreed}
+    return sorted(
+        each.decode().partition(" ")[2] for name, each in begun.items() if name.rpartition(":")[0] not in whole
+    )
 
 
 def _digests(path: Path, sizes: dict[int, str]) -> tuple[int, dict[int, str]]:
