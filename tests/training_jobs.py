@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ import draft_samples
 import pipeline
 import rank_jobs
 import samples
-from eaglefeed.consumer import gathering, leasing
+from eaglefeed.consumer import gathering, leasing, run
 from eaglefeed.consumer.draft import Eagle3Draft
 from eaglefeed.consumer.ranks import Ranks
 from eaglefeed.consumer.resume import resume
@@ -55,6 +56,8 @@ class Job:
     samples_per_step: int = 2
     samples_per_batch: int = 1
     checkpoint_every: int = 2
+    timeout_s: float = 20.0
+    first_save_s: float = 0.0
 
     @property
     def draft(self) -> Path:
@@ -88,14 +91,14 @@ def filled_job(folder: Path, url: str, num_samples: int, **options: Any) -> Job:
     """A run of its own with samples of one to three rows, all in the queue."""
     job = Job(folder, url, f"run{next(_numbers)}", **options)
     client = connect(url, max_wait_s=20.0)
-    run = pipeline.Run(store=open_store(f"file://{folder / 'shards'}", durability="none"))
-    run.prompts, run.samples = (open_queue(client, job.run, name) for name in ("prompts", "samples"))
+    made = pipeline.Run(store=open_store(f"file://{folder / 'shards'}", durability="none"))
+    made.prompts, made.samples = (open_queue(client, job.run, name) for name in ("prompts", "samples"))
     draw = random.Random(num_samples)
     for index in range(num_samples):
         rows = [(1 + index % 40, *draw.choices(range(1, 50), k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3))]
         prompt_rows = tuple(pipeline.PromptRow(row, (0, *(1 for _ in row[1:]))) for row in rows)
-        run.feed(pipeline.prompt(index, rows=prompt_rows), close=index == num_samples - 1)
-    run.produce()
+        made.feed(pipeline.prompt(index, rows=prompt_rows), close=index == num_samples - 1)
+    made.produce()
     client.close()
     return job
 
@@ -116,7 +119,7 @@ def _live(pipe: Connection, job: Job, death: Death | None, from_step: int | None
     world_size = int(os.environ["WORLD_SIZE"])
     store = open_store(f"file://{job.folder / 'shards'}", durability="none")
     with (
-        Ranks.of_job(timeout_s=20.0) if world_size > 1 else Ranks.alone() as ranks,
+        Ranks.of_job(timeout_s=job.timeout_s) if world_size > 1 else Ranks.alone() as ranks,
         only_trainer_of(job.draft) if ranks.is_first else nullcontext(),
     ):
         trainer = DraftTrainer(Eagle3Draft(CONFIG, seed=0), ranks=ranks)
@@ -132,6 +135,7 @@ def _live(pipe: Connection, job: Job, death: Death | None, from_step: int | None
             resume(job.draft, trainer, stream, contract=CONTRACT, from_step=from_step)
             if ranks.is_first:
                 _keep_book(job, trainer, stream)
+                _save_slowly(job.first_save_s)
             if death is not None and death.rank == ranks.rank:
                 _die_in(death, {"learn": (trainer, "step"), "ack": (stream, "ack"), "commit": (stream, "commit")})
             TrainingRun(
@@ -161,6 +165,17 @@ def _keep_book(job: Job, trainer: DraftTrainer, stream: RoundStream) -> None:
         return result
 
     trainer.step = learned  # type: ignore[method-assign]
+
+
+def _save_slowly(pause_s: float) -> None:
+    """The first checkpoint takes so long."""
+    plain, pauses = run.save_checkpoint, [pause_s]
+
+    def save(*args: Any, **options: Any) -> Path:
+        time.sleep(pauses.pop() if pauses else 0.0)
+        return plain(*args, **options)
+
+    run.save_checkpoint = save
 
 
 def _die_in(death: Death, doings: dict[str, tuple[Any, str]]) -> None:

@@ -302,8 +302,9 @@ class TrainSection(_Section):
     """When prompts remain and no producer lives: wait and warn, or fail."""
     producer_grace_s: Annotated[float, Field(gt=0)] = 60.0
     """How long no producer must have lived for that."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """How long the run's first sample is waited for; remote: a target server that is ready."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 21_600.0
+    """How long the run's first sample is waited for, while conversations are tokenized and the target loads; remote:
+    how long a target server that does not answer yet, or is not ready."""
     target_backend: Literal["stream", "colocated", "remote"] = "stream"
     """Where batches come from: the run's queue, a target in this process, or target servers."""
     target_prefetch_depth: Annotated[int, Field(ge=0)] = 1

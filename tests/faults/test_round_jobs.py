@@ -84,6 +84,27 @@ def test_two_ranks_train_on_all_that_is_whole_in_equal_steps(tmp_path: Path) -> 
     assert queue == {"done": 7, "dead": 3, "ready": 0, "leased": 0, "tentative": 0}
 
 
+def test_a_slow_rank_and_an_uneven_end_give_both_ranks_the_same_steps_and_lose_nothing(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, num_samples=7, pauses={1: 1})
+    with rank_jobs.job(2, rank_jobs.train, plan) as ranks:
+        assert ranks[1].hear()[0] == [("p-1",), ("p-3",)]
+        assert ranks[1].hear() == "here"  # and goes on when the other one waits for it in the second step
+        assert ranks[0].hear()[0] == [("p-0",), ("p-2",)]
+        assert not ranks[0].pipe.poll(0.5)
+        ranks[1].say("go on")
+        first, second = (_rows(rank) for rank in ranks)
+        stats, queue = ranks[0].hear()[1], ranks[0].hear()
+        for rank in ranks:
+            rank.process.join(rank_jobs.PATIENCE_S)
+            assert rank.process.exitcode == 0
+    assert ([own for own, _, _ in first], [own for own, _, _ in second]) == (
+        [[("p-4",), ("p-6",)]],
+        [[("p-5",), ()]],
+    )
+    assert (stats["acked"], stats["padded"], stats["dead"]) == (7, 1, 0)
+    assert queue == {"done": 7, "dead": 0, "ready": 0, "leased": 0, "tentative": 0}
+
+
 def test_ranks_wait_for_samples_for_longer_than_their_deadline(
     tmp_path: Path, server: EmbeddedServer, run: pipeline.Run
 ) -> None:

@@ -135,3 +135,11 @@ def test_samples_that_are_padded_together_train_the_same_on_every_start(tmp_path
     jobs[1].live(2, Death(0, "ack", 2))
     assert jobs[1].live(2) == ["end", "end"]
     assert same(jobs[0].state(1), jobs[1].state(1))
+
+
+def test_a_checkpoint_that_takes_longer_than_ranks_wait_for_each_other_ends_nobody(tmp_path: Path, url: str) -> None:
+    job = filled_job(tmp_path, url, 6, samples_per_step=1, checkpoint_every=1, timeout_s=1.5, first_save_s=4.0)
+    assert job.live(2) == ["end", "end"]
+    assert same(job.state(0), job.state(1))
+    assert sorted(job.learned()) == sorted(f"p-{index}" for index in range(6))
+    assert _all_done(job, 6)

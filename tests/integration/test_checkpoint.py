@@ -70,6 +70,14 @@ def test_a_restored_trainer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -
         assert torch.equal(mine, theirs)
 
 
+def test_a_restored_trainer_takes_the_rate_of_its_own_schedule_at_the_checkpoints_step(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, trained(steps=4), contract="c")
+    other = DraftTrainer(make_trainer().draft, OptimizerSettings(lr=0.5, warmup_steps=10))
+    load_checkpoint(path, other, contract="c")
+    other.step([make_batch(7)])
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.25]  # 0.5 * 5 / 10: the fifth step
+
+
 def test_an_untrained_trainer_can_be_saved_and_restored(tmp_path: Path) -> None:
     path, other = save_checkpoint(tmp_path, make_trainer(), contract="c"), trained()
     assert load_checkpoint(path, other, contract="c") == {"run": "", "queue": "samples", "step": 0, "seen": []}

@@ -1,6 +1,7 @@
 """The run's contract in the record of its queues: a folder and a queue of different runs are told from each other."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ import pipeline
 from eaglefeed.consumer.run import check_record, load_run_assets
 from eaglefeed.errors import ContractMismatch, SchemaError
 from eaglefeed.schema.contract import CONTRACT_FILE, CONTRACT_RECORD, RunContract
+from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage.memory import MemoryStore
 
 PROMPT = pipeline.prompt(0)
@@ -65,3 +67,37 @@ def test_a_record_that_is_no_contract_is_told(run: pipeline.Run) -> None:
     run.samples.agree(CONTRACT_RECORD, b"{}")
     with pytest.raises(SchemaError, match="not a run contract"):
         check_record(run.samples, pipeline.contract())
+
+
+def test_a_producer_that_differs_is_refused_before_it_leases_also_where_nothing_is_left(run: pipeline.Run) -> None:
+    produce_one(run)
+    run.prompts.lease = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(ContractMismatch, match=r"producer w: .*wanted dtype=float32, got dtype=bfloat16"):
+        run.produce(own=pipeline.contract(dtype="bfloat16"))
+    with pytest.raises(ContractMismatch, match=r"tokenizer_fingerprint=t.*tokenizer_fingerprint=u"):
+        run.produce(own=pipeline.contract(tokenizer_fingerprint="u"))
+
+
+def test_shards_whose_contract_nobody_has_are_refused_and_left_alone(run: pipeline.Run) -> None:
+    old = pipeline.Run(store=run.store)
+    old.feed(pipeline.prompt(7))
+    old.produce()
+    run.store.delete_document(CONTRACT_FILE)
+    run.prompts.close()
+    with pytest.raises(ContractMismatch, match="shards without a contract"):
+        run.produce()
+    assert (run.target.calls, run.prompts.stats().ready, len(list(run.store.scan()))) == (0, 1, 1)
+    assert not run.store.has_document(CONTRACT_FILE)
+    old.produce()  # whose queue knows it
+
+
+def test_a_contract_is_written_before_the_first_shard(run: pipeline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, seen = run.store.put, []
+
+    def looks(*args: Any) -> SampleRef:
+        seen.append((run.store.has_document(CONTRACT_FILE), CONTRACT_RECORD in run.samples.agreed()))
+        return put(*args)
+
+    monkeypatch.setattr(run.store, "put", looks)
+    produce_one(run)
+    assert seen == [(True, True)]

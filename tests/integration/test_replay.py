@@ -7,7 +7,7 @@ import pytest
 import pipeline
 import samples as made
 from eaglefeed.consumer.stream import SampleStream
-from eaglefeed.errors import ConfigError, QueueFull, StorageError
+from eaglefeed.errors import ConfigError, ContractMismatch, QueueFull, StorageError
 from eaglefeed.producer.ledger import QueueLedger, register
 from eaglefeed.producer.replay import Replayed, check_over, replay
 from eaglefeed.queue import rules
@@ -203,6 +203,26 @@ def test_what_a_killed_replay_left_is_filled_up_in_the_same_order(
     assert (found.epoch, found.refs, found.known) == (1, NUM - num_put, num_put)
     assert run.gc().orphans == 0
     assert trained + run.train(1, retain=True) == ORDER
+
+
+def test_a_replay_that_was_killed_is_not_gone_on_with_in_another_order(
+    run: Epochs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = MemoryLeaseQueue.put
+
+    def die_midway(queue: MemoryLeaseQueue, items: list[QueueItem]) -> None:
+        put(queue, items[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryLeaseQueue, "put", die_midway)
+        with pytest.raises(KeyboardInterrupt):
+            run.replay(seed=7)
+    with pytest.raises(ContractMismatch, match=r"samples\.e1: begun with another seed, wanted seed=7, got seed=8"):
+        run.replay(seed=8)
+    assert run.ids(1) == ORDER[:5]
+    run.epoch(1).purge()
+    assert run.replay(seed=8).refs == NUM
 
 
 def test_a_replay_killed_before_it_closed_the_queue_is_finished(run: Epochs, monkeypatch: pytest.MonkeyPatch) -> None:

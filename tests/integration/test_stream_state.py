@@ -13,6 +13,7 @@ from eaglefeed.consumer.stream import SampleStream
 from eaglefeed.errors import ConfigError, ContractMismatch, QueueError, SchemaError
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.schema.batch import Eagle3TargetBatch
+from queue_servers import Bench
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +209,36 @@ def test_a_walk_is_acknowledged_in_its_order() -> None:
     with BackendStream(run.target, prompts) as stream:
         stream.load_state_dict(state)
         assert _ids(stream.take(9)) == ["p-2", "p-3", "p-4"]
+
+
+def test_a_trainer_that_was_killed_gets_what_no_checkpoint_holds_and_its_producer_makes_nothing_again(
+    bench: Bench,
+) -> None:
+    run = pipeline.Run(clock=pipeline.TurnableClock())
+    run.prompts, run.samples = bench.queue("prompts"), bench.queue("samples")
+    run.feed(*(pipeline.prompt(index, rows=(pipeline.PromptRow((1 + index % 40, 2), (0, 1)),)) for index in range(100)))
+    run.produce()
+    every, settled = {f"p-{index}" for index in range(100)}, []
+    with SampleStream(run.samples, run.store, consumer="t", lease_batch=4, prefetch=4, clock=run.clock) as stream:
+        for step in range(1, 41):
+            (batch,) = stream.take(1)
+            settled += batch.sample_ids
+            stream.ack(step)
+        stream.commit(40)  # its checkpoint is written
+        state = stream.state_dict()
+        held = {sample_id for batch in stream.take(4) for sample_id in batch.sample_ids}
+        stream.stop()
+        stream._taker.join(10)
+        stream._holdings.drain()  # what a killed process holds stays leased
+    assert run.produce(name="again").produced == 0
+    assert run.target.calls == 100
+    rest = []
+    with SampleStream(run.samples, run.store, consumer="t2", clock=run.clock) as stream:
+        stream.load_state_dict(state)
+        for batch in stream:
+            rest += batch.sample_ids
+    assert len(rest) == 60
+    assert sorted(settled + rest) == sorted(every)
+    assert held <= set(rest)
+    stats = run.samples.stats()
+    assert (stats.done, stats.dead, stats.unsettled, list(run.store.scan())) == (100, 0, 0, [])

@@ -1,5 +1,6 @@
 """Trainers as the ranks of a job: one sum over all positions, and no rank that goes on alone."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,9 @@ import torch
 import pipeline
 from draft_samples import D, H, make_batch, make_draft
 from eaglefeed.consumer.rounds import empty_batch
+from eaglefeed.consumer.together import first_at_length
 from eaglefeed.consumer.trainer import DraftTrainer, OptimizerSettings, StepResult
-from eaglefeed.errors import ConfigError, SampleCorrupt
+from eaglefeed.errors import ConfigError, SampleCorrupt, StoreFull
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from thread_ranks import Channel, ThreadRanks, together
 
@@ -157,3 +159,32 @@ def test_the_other_ranks_take_over_the_first_ones_state(steps: int) -> None:
     results = _step(trainers, [[make_batch(seed=9)], [empty], [empty]])
     assert results == [first.step([make_batch(seed=9)])] * 3
     assert all(_equal(_weights(trainer), _weights(first)) for trainer in trainers)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_first_rank_does_at_length_is_waited_for_and_its_error_is_its_own(fails: bool) -> None:
+    channels, made, order = (Channel(3), Channel(3)), threading.Event(), list[str]()
+
+    def call() -> None:
+        made.wait(0.2)  # meanwhile the others ask again and again
+        order.append("made")
+        if fails:
+            raise StoreFull("checkpoint", num_bytes=1, free_bytes=0, reason="none")
+
+    def work(rank: int) -> str:
+        ranks = Impatient(rank, 3, channels)
+        first_at_length(ranks, call)
+        order.append(f"rank {rank} goes on")
+        return "on"
+
+    found = together(*(partial(work, rank) for rank in range(3)))
+    assert isinstance(found[0], StoreFull) if fails else found[0] == "on"
+    assert found[1:] == ["on", "on"]
+    assert order[0] == "made"
+    assert order.count("made") == 1
+
+
+class Impatient(ThreadRanks):
+    @property
+    def timeout_s(self) -> float:
+        return 0.05

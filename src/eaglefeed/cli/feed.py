@@ -28,12 +28,14 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
+from eaglefeed.cli.feed_agreement import agree, waits_for_others
 from eaglefeed.cli.feed_note import noted
 from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes, refusal_told
 from eaglefeed.clock import SYSTEM_CLOCK
 from eaglefeed.config import Settings
 from eaglefeed.errors import ConfigError, IdConflict, QueueFull, QueueUnavailable
+from eaglefeed.producer.feed_record import FeedRecord, note_whole
 from eaglefeed.producer.jsonl import ReadReport
 from eaglefeed.producer.ledger import QueueLedger
 from eaglefeed.producer.rebuild import has_unknown_shards
@@ -42,7 +44,7 @@ from eaglefeed.storage.base import ENDLESS, FeatureStore, StoreHealth
 
 __all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
 
-_CHUNK = 500
+_CHUNK, _CONFLICTS_CODE = 500, 3
 _FULL_WAIT_S, _FULL_PAUSE_S = 600.0, 1.0
 _HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 _PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
@@ -119,7 +121,7 @@ def feed(
     report = ReadReport()
     with _spooled() as spool, opened_store(settings) as shards:
         with refusal_told(report, conversations, as_json=as_json):
-            estimate = _tokenize(settings, conversations, report, spool)
+            estimate, record = _tokenize(settings, conversations, report, spool)
         health = shards.health()
         limits = queue_limits(settings, health)
         document, lines = describe_read(report, conversations)
@@ -134,16 +136,20 @@ def feed(
             emit(as_json, document | {"free_bytes": health.free_bytes}, ["nothing was queued"])
             return
         with open_queues(settings) as queues, noted(settings, queues, conversations, document) as fact:
+            file = agree(queues, record, conversations)
             configure_queues(settings, queues, limits)
             _warn_of_shards_from_before(queues, shards)
             fed = _put_all(queues, spool)
             fact |= asdict(fed)
-            if not settings.feed.keep_open:
+            note_whole(queues.samples, file)
+            if not settings.feed.keep_open and not waits_for_others(queues, is_new=fed.queued > 0):
                 _close(queues)
     document |= asdict(fed) | {"run": settings.run.id}
     told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
     told += f", {fed.produced} have their samples already" if fed.produced else ""
     emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
+    if fed.conflicts:
+        raise typer.Exit(_CONFLICTS_CODE)
 
 
 def _check_replay(conversations: Path | None, shaping: list[str], *, replay: bool) -> None:
@@ -234,7 +240,7 @@ def _spooled() -> Iterator[IO[bytes]]:
         raise ConfigError(what, subject=folder, fix="free space there, or set TMPDIR to a folder with more") from None
 
 
-def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> Estimate:
+def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[bytes]) -> tuple[Estimate, FeedRecord]:
     """Write every work item to the spool, so that all is known before the first one is queued."""
     from eaglefeed.cli.prompts import PromptReader
     from eaglefeed.cli.targets import vocabulary_map
@@ -255,7 +261,7 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
         items, tokens, total = items + 1, tokens + prompt.num_tokens, total + size
         largest = max(largest, size)
     spool.seek(0)
-    return Estimate(items, tokens, total, largest)
+    return Estimate(items, tokens, total, largest), reader.record
 
 
 def _say(estimate: Estimate, limits: QueueLimits, health: StoreHealth, settings: Settings) -> list[str]:

@@ -116,6 +116,7 @@ def produce(
             max_attempts=settings.queue.max_deliveries,
             tidy=Janitor(shards, QueueLedger(settings.run.id, queues.named), interval_s=tidy_s).maybe_run,
         )
+        before = queues.prompts.stats().done
         show_producer(shown, queues, worker.stats)
         with journaled(queues, "producer", worker_name(), ProducerSnapshot(settings, worker.stats)):
             stats = worker.run(stop)
@@ -124,7 +125,8 @@ def produce(
         f"{stats.dead} dead, {stats.retried} retried, {stats.returned} given back, {stats.stale} stale, "
         f"waited {stats.paused_s:.1f} s for room and {stats.write_wait_s:.1f} s for the store"
     )
-    emit(as_json, asdict(stats), [line])
+    line += f"; skipped {before}, which had their samples before" if before else ""
+    emit(as_json, asdict(stats) | {"skipped": before}, [line])
 
 
 @contextmanager

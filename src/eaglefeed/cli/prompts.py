@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from eaglefeed.cli.targets import target_tokenizer
 from eaglefeed.config import Settings
+from eaglefeed.producer.feed_record import FeedRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,6 +51,17 @@ class PromptReader:
         self.tokenizer_fingerprint = tokenizer_fingerprint(self._tokenizer)
         self.template_fingerprint = template_fingerprint(self._tokenizer)
         self.max_length = min(settings.feed.max_length, max_positions or settings.feed.max_length)
+
+    @property
+    def record(self) -> FeedRecord:
+        """How it makes prompts, which a run agrees on."""
+        return FeedRecord(
+            tokenizer_fingerprint=self.tokenizer_fingerprint,
+            template_fingerprint=self.template_fingerprint,
+            max_length=self.max_length,
+            batch_size=self._feed.batch_size,
+            packing=self._feed.packing,
+        )
 
     def read(self, path: Path, report: "ReadReport", *, any_share: bool = False) -> "Iterator[Prompt]":
         """The file's work items, in an order that is always the same; `read_conversations` explains the rest.

@@ -8,6 +8,7 @@ from eaglefeed.clock import Clock
 from eaglefeed.consumer.gone import GoneProducers
 from eaglefeed.consumer.holdings import StreamStats, bear_outage
 from eaglefeed.consumer.store_outage import StoreOutage
+from eaglefeed.consumer.waiting import Waiting
 from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable, StorageError
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
@@ -56,7 +57,7 @@ class Leaser:
         self._timeout_s, self._max_attempts, self._outage_s = visibility_timeout_s, max_attempts, outage_s
         self._fail_without_producers, self._grace_s = fail_without_producers, producer_grace_s
         self._alone_since: float | None = None
-        self._warned = False
+        self._warned, self._waiting = False, Waiting(clock)
         self._recalled_s = -_RECALL_S
         self._store = StoreOutage(clock)
         self._gone = GoneProducers(grace_s=producer_grace_s, fails=fail_without_producers, clock=clock)
@@ -88,7 +89,7 @@ class Leaser:
             self.pause()
             return DrainState.EMPTY
         if isinstance(answer, Lease):
-            self._alone_since = None
+            self._alone_since, self._waiting = None, Waiting(self._clock)
             self._holdings.add(answer.token, [item.id for item in answer.items])
             return answer
         if answer.state is not DrainState.COMMIT_DUE:
@@ -194,6 +195,7 @@ class Leaser:
         if self._prompts is None:
             return
         stats = self._bear(self._prompts.stats)
+        self._waiting.tell("waiting_for_samples", prompts=stats.unsettled, producers=stats.workers.get("producer", 0))
         if stats.workers.get("producer") or not stats.unsettled:
             self._alone_since = None
             return

@@ -22,7 +22,7 @@ from eaglefeed.errors import ConfigError, TargetError, TargetMismatch
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.batch import Eagle3TargetBackend, Eagle3TargetBatch, EmbeddingHolder
 from eaglefeed.schema.protocol import INPUT_EMBEDDINGS, TARGET_ASSETS, ModelInfo
-from eaglefeed.storage.buffers import BufferRing
+from eaglefeed.storage.buffers import BufferRing, refuse_in_worker
 
 __all__ = ["RemoteEagle3TargetModel", "RemoteHandle"]
 
@@ -300,6 +300,7 @@ def _indexed(device: torch.device) -> torch.device:
     """The device, "cuda" with its index: in the threads that fetch answers another one is current."""
     if device.type != "cuda":
         return device
+    refuse_in_worker(str(device))
     if (device.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError("no such device", subject=str(device), got=f"{count} CUDA devices", fix="use cpu")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

@@ -21,7 +21,9 @@ from eaglefeed.consumer.files import translated
 from eaglefeed.consumer.history import HISTORY, take_back_history
 from eaglefeed.consumer.meter import Pace, StepMeter
 from eaglefeed.consumer.source import BatchSource
+from eaglefeed.consumer.together import first_at_length
 from eaglefeed.consumer.trainer import DraftTrainer, StepResult
+from eaglefeed.consumer.waiting import Waiting
 from eaglefeed.errors import ConfigError, SampleMissing, TargetError, TargetUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import LeaseQueue
@@ -120,8 +122,10 @@ def wait_for_run(
         TargetUnavailable: nobody did in `timeout_s`.
     """
     next_look_s = started_s = clock.monotonic()
+    waiting = Waiting(clock)
     log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
     while True:
+        waiting.tell("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
         if clock.monotonic() >= next_look_s:
             look()
             next_look_s = clock.monotonic() + look_s
@@ -259,7 +263,7 @@ class TrainingRun:
             steps += trained
             # Nothing came: the queue has no room, or the store has none and producers wait for ours to go.
             if not self._stream.ended and (not trained or self._unsaved >= self._every):
-                self._settle(newest=not trained)
+                self._settle(newest=not trained, is_between=True)
         return steps
 
     def _step(self, history: BinaryIO | None) -> bool:
@@ -281,16 +285,24 @@ class TrainingRun:
         size = self._samples_per_batch
         return [collate(batches[at : at + size]) for at in range(0, len(batches), size)]
 
-    def _settle(self, *, newest: bool) -> None:
-        """Write what no checkpoint holds yet, and commit: earlier checkpoints stay usable unless the queue waits."""
+    def _settle(self, *, newest: bool, is_between: bool = False) -> None:
+        """Write what no checkpoint holds yet, and commit: earlier checkpoints stay usable unless the queue waits.
+
+        Between two steps the other ranks wait for it, however long it takes; elsewhere they may be gone.
+        """
         if not self._saves:
             return
-        if self._unsaved and self._is_first:
-            state = self._stream.state_dict()
-            save_checkpoint(self._folder, self._trainer, contract=self._contract, stream=state, keep=self._keep)
+        if self._unsaved and is_between:
+            first_at_length(self._trainer.ranks, self._save)
+        elif self._unsaved and self._is_first:
+            self._save()
         self._unsaved = 0
         kept = [step_of(path) for path in list_checkpoints(self._folder)] if self._is_first else []
         self._stream.commit(self._trainer.step_count if newest or not kept else kept[0])
+
+    def _save(self) -> None:
+        state = self._stream.state_dict()
+        save_checkpoint(self._folder, self._trainer, contract=self._contract, stream=state, keep=self._keep)
 
     def _row(self, result: StepResult) -> dict[str, Any]:
         stats = self._stream.stats

@@ -1,14 +1,16 @@
 """What the first rank of a job does for all of them, while the others wait; its failure is everybody's."""
 
+import threading
 from collections.abc import Callable, Mapping
 
 import msgpack
+import torch
 
 from eaglefeed import errors
 from eaglefeed.consumer.ranks import Ranks
 from eaglefeed.errors import ConfigError, EaglefeedError, RankGone
 
-__all__ = ["first_alone", "keep_waiting", "pack_error", "require_alike", "unpack_error"]
+__all__ = ["first_alone", "first_at_length", "keep_waiting", "pack_error", "require_alike", "unpack_error"]
 
 _DONE, _FAILED, _WAIT = b"d", b"f", b"w"
 _MAX_TEXT = 4000
@@ -34,6 +36,40 @@ def first_alone(ranks: Ranks, call: Callable[[], bytes]) -> bytes:
 def keep_waiting(ranks: Ranks) -> None:
     """On rank 0, in a call of `first_alone`: tell the others that it goes on."""
     ranks.tell(_WAIT)
+
+
+def first_at_length(ranks: Ranks, call: Callable[[], None]) -> None:
+    """Make a call on rank 0 between two steps, which may take longer than the ranks' deadline: they wait for its end.
+
+    For the main threads; the call is made on another one. Its error is raised on rank 0 alone.
+
+    Raises:
+        RankGone: another rank did not come here.
+    """
+    if ranks.world_size == 1:
+        call()
+        return
+    word = torch.ones(1, dtype=torch.uint8)
+    if not ranks.is_first:
+        while word[0]:
+            ranks.share([word])
+        return
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=_keeping, args=(call, errors), name="eaglefeed-first", daemon=True)
+    thread.start()
+    while word[0]:
+        thread.join(ranks.timeout_s / 4)
+        word[0] = thread.is_alive()
+        ranks.share([word])
+    if errors:
+        raise errors[0]
+
+
+def _keeping(call: Callable[[], None], errors: list[BaseException]) -> None:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+        errors.append(error)
 
 
 def require_alike(ranks: Ranks, setup: Mapping[str, str]) -> None:

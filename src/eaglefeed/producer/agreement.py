@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from eaglefeed.errors import SchemaError
+from eaglefeed.errors import ContractMismatch, SchemaError
 from eaglefeed.producer.ledger import register
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.schema.contract import ASSETS_FILE, CONTRACT_FILE, CONTRACT_RECORD, RunContract
@@ -22,9 +22,10 @@ def agree_on_run(
     """Before `who` writes a shard: write the run's contract and assets, or check that `mine` is the one that stands.
 
     Raises:
-        ContractMismatch: names every field that differs.
+        ContractMismatch: names every field that differs; or shards lie there whose contract nobody has.
         StorageError: they cannot be written.
     """
+    _refuse_unknown_shards(store, samples, who)
     register(store, samples, run_id)
     store.put_document(CONTRACT_FILE, mine.to_json())
     written = store.get_document(CONTRACT_FILE)
@@ -33,6 +34,17 @@ def agree_on_run(
     RunContract.from_json(stands).require(mine, who)
     if not store.has_document(ASSETS_FILE):
         store.put_assets(ASSETS_FILE, *assets())
+
+
+def _refuse_unknown_shards(store: FeatureStore, samples: LeaseQueue, who: str) -> None:
+    """Nobody could say what they were made by, and a contract beside them would say that it was this one."""
+    if CONTRACT_RECORD in samples.agreed() or store.has_document(CONTRACT_FILE):
+        return
+    # Another producer may have written both meanwhile: the contract comes before the first shard.
+    if next(iter(store.scan()), None) is not None and not store.has_document(CONTRACT_FILE):
+        what, wanted, got = "shards without a contract", f"{store.uri} with a {CONTRACT_FILE}, or empty", "shards alone"
+        fix = f"put their {CONTRACT_FILE} back, delete them, or pass another --store"
+        raise ContractMismatch(what, subject=who, wanted=wanted, got=got, fix=fix)
 
 
 class RunAgreement:
@@ -60,6 +72,19 @@ class RunAgreement:
         self._store, self._samples, self._run_id = store, samples, run_id
         self._mine, self._assets, self._name = mine, assets, name
         self._contract: RunContract | None = None
+
+    def check(self) -> None:
+        """Before anything is leased: this producer is not another one than the run's, if the run has one already.
+
+        Raises:
+            ContractMismatch: names every field that differs.
+            SchemaError: what stands there is no contract.
+        """
+        for stands in (self._store.get_document(CONTRACT_FILE), self._samples.agreed().get(CONTRACT_RECORD)):
+            if stands is not None:
+                contract = RunContract.from_json(stands)
+                mine = self._mine.model_copy(update={"max_length": contract.max_length})
+                contract.require(mine, f"producer {self._name}")
 
     def contract_for(self, prompt: Prompt) -> RunContract:
         """The run's contract, which the prompt fits.

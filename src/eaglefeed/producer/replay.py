@@ -5,7 +5,7 @@ from typing import Protocol
 
 import xxhash
 
-from eaglefeed.errors import ConfigError, QueueFull
+from eaglefeed.errors import ConfigError, ContractMismatch, QueueFull
 from eaglefeed.producer.ledger import QueueLedger, enlist
 from eaglefeed.producer.rebuild import Rebuilt, newest_refs, no_shards, still_there
 from eaglefeed.queue import rules
@@ -15,6 +15,9 @@ from eaglefeed.schema.refs import SampleRef
 from eaglefeed.storage.base import FeatureStore
 
 __all__ = ["OpenQueue", "Replayed", "check_over", "replay"]
+
+_SEED = "seed:"
+"""In the run's record, with the queue's instance and name behind it."""
 
 
 class OpenQueue(Protocol):
@@ -57,6 +60,7 @@ def replay(
         max_depth: most samples of the queue.
 
     Raises:
+        ContractMismatch: an earlier call with another seed was killed: half of each order would be none.
         ConfigError: an earlier epoch is not over, the one before retained nothing, or no such epoch can follow.
         QueueFull: more samples than `max_depth`; nothing was put.
         StorageError: a shard cannot be read now; nothing was put.
@@ -76,6 +80,7 @@ def replay(
     items = _unseen_items(store, open_queue, run_id, found)
     if (depth := found.known + len(items)) > max_depth:
         raise QueueFull(target.name, depth=depth, max_depth=max_depth)
+    _agree_on_seed(target, QueueLedger(run_id, open_queue).instance(), seed)
     target.put(sorted(items, key=lambda item: _place(item.id, epoch=found.epoch, seed=seed)))
     target.close()
     found.refs, found.num_bytes = len(items), sum(item.stored_bytes for item in items)
@@ -142,6 +147,14 @@ def _retained(refs: list[SampleRef], open_queue: OpenQueue, run_id: str, found: 
 
 def _dead_ids(open_queue: OpenQueue, name: str) -> set[str]:
     return {letter.id for group in open_queue(name).groups() for letter in open_queue(name, group).dead_letters()}
+
+
+def _agree_on_seed(target: LeaseQueue, instance: str, seed: int) -> None:
+    stands = target.agree(f"{_SEED}{instance}:{target.name}", str(seed).encode()).decode()
+    if stands != str(seed):
+        wanted, got = f"seed={stands}", f"seed={seed}"
+        fix = f"replay with that seed, or `eaglefeed queue purge --queue {target.name}` first"
+        raise ContractMismatch("begun with another seed", subject=target.name, wanted=wanted, got=got, fix=fix)
 
 
 def _place(sample_id: str, *, epoch: int, seed: int) -> tuple[int, str]:

@@ -83,12 +83,8 @@ class ProducerWorker:
         self._lease_batch, self._timeout_s, self._stall_timeout_s = lease_batch, visibility_timeout_s, stall_timeout_s
         self._tidy, self._clock, self._outage_s = tidy, clock, outage_s
         self._watch, self._room = StoreWatch(clock), Room(samples, store)
-        self._maker = SampleMaker(
-            target,
-            RunAgreement(store, samples, contract, assets, run_id=run_id, name=name),
-            run_id=run_id,
-            store_uri=store.uri,
-        )
+        self._agreement = RunAgreement(store, samples, contract, assets, run_id=run_id, name=name)
+        self._maker = SampleMaker(target, self._agreement, run_id=run_id, store_uri=store.uri)
         self._renewer = LeaseRenewer(
             prompts,
             visibility_timeout_s=visibility_timeout_s,
@@ -120,6 +116,7 @@ class ProducerWorker:
                 room is taken by what nobody needs.
         """
         self._store.probe()
+        self._agreement.check()
         self._keeper.begin()
         self._writer = SampleWriter(
             self._prompts, self._samples, self._store, self._accounts.settle, self._keeper.holder

@@ -9,12 +9,13 @@ from collections import deque
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
-from eaglefeed.errors import BuffersHeld, StorageError
+from eaglefeed.errors import BuffersHeld, ConfigError, StorageError
 from eaglefeed.logs import get_logger
 
-__all__ = ["BufferRing", "fresh_memory", "memory_for"]
+__all__ = ["BufferRing", "fresh_memory", "memory_for", "refuse_in_worker"]
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
@@ -35,6 +36,20 @@ def memory_for(num_bytes: int, ring: "BufferRing | None", holder: str) -> memory
     if ring is None or num_bytes == 0:
         return fresh_memory(num_bytes)
     return ring.take(num_bytes, holder).numpy().data
+
+
+def refuse_in_worker(subject: str) -> None:
+    """Refuse what touches CUDA in a DataLoader's worker: a forked one cannot, and others would each take a context.
+
+    Raises:
+        ConfigError: this is one.
+    """
+    if get_worker_info() is not None:
+        what, wanted = "CUDA and NCCL are not for a DataLoader's worker", "device=cpu and data_plane=http"
+        fix = (
+            "pass num_workers=0: streams and targets read ahead by themselves; or move batches in the training process"
+        )
+        raise ConfigError(what, subject=subject, wanted=wanted, got="a worker", fix=fix)
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
@@ -58,6 +73,9 @@ class BufferRing:
             current stream on that device is the one that copied it.
         stop: when set, `take` waits no longer.
         clock: measures the deadline.
+
+    Raises:
+        ConfigError: for CUDA, in a DataLoader's worker.
     """
 
     def __init__(
@@ -71,6 +89,8 @@ class BufferRing:
     ) -> None:
         self._num_buffers, self._deadline_s, self._clock = num_buffers, deadline_s, clock
         self._cuda = device if device is not None and device.type == "cuda" else None
+        if self._cuda is not None:
+            refuse_in_worker(str(device))
         self._stop = stop or threading.Event()
         self._num_made, self._largest_bytes = 0, 0
         self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.errors import EaglefeedError, PeerGone
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.protocol import INIT_NCCL, PairGrant, PairRequest
+from eaglefeed.storage.buffers import refuse_in_worker
 from eaglefeed.storage.control import ControlClient, Refused
 from eaglefeed.storage.pair_group import RECEIVER, Backend, PairGroup, join_pair, pair_backends
 from eaglefeed.storage.pair_store import store_at
@@ -69,6 +70,9 @@ class PairPool:
             processes can wait for each other.
         timeout_s: of a request. Opening a pair takes at most half of it, and 30 s: if there is none, the body remains.
         clock: measures the deadlines.
+
+    Raises:
+        ConfigError: nccl in a loader's worker, where CUDA is not to be touched.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class PairPool:
         timeout_s: float,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        if backend == "nccl":
+            refuse_in_worker(client.url)
         self.backend, self.device = backend, device
         self._client, self._clock, self._join_s = client, clock, min(timeout_s / 2, _JOIN_S)
         self._host = urlsplit(client.url).hostname or ""
