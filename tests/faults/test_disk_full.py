@@ -11,7 +11,7 @@ from os_faults import instead_of
 from small_disk import MB, SmallRun, big_prompt, mounted, shrink
 from structlog.testing import capture_logs
 
-from eaglefeed.cli.feed import queue_limits
+from eaglefeed.cli.limits import queue_limits
 from eaglefeed.config import Settings
 from eaglefeed.queue.base import QueueLimits
 from eaglefeed.storage.base import StoreHealth

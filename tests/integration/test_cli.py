@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import Shell, conversation, save_tiny_target, write_rows
-from eaglefeed.cli.feed import check_limits, queue_limits
+from eaglefeed.cli.limits import check_limits, queue_limits
 from eaglefeed.config import load_settings
 from eaglefeed.errors import ConfigError
 from eaglefeed.schema.refs import decode_ref, ref_to_json

@@ -23,8 +23,8 @@ from eaglefeed.cli.common import (
     stop_on_signals,
     worker_name,
 )
-from eaglefeed.cli.feed import check_limits, configure_queues, queue_limits
 from eaglefeed.cli.letters import one_line
+from eaglefeed.cli.limits import check_limits, configure_queues, queue_limits
 from eaglefeed.cli.peers import refuse_peers
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.config import Settings

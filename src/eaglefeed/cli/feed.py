@@ -30,6 +30,7 @@ from eaglefeed.cli.common import (
 )
 from eaglefeed.cli.feed_agreement import agree, waits_for_others
 from eaglefeed.cli.feed_note import noted
+from eaglefeed.cli.limits import check_limits, check_peer_bytes, configure_queues, queue_limits
 from eaglefeed.cli.replay import replay_epoch
 from eaglefeed.cli.reports import describe_read, human_bytes, refusal_told
 from eaglefeed.clock import SYSTEM_CLOCK
@@ -42,11 +43,10 @@ from eaglefeed.producer.rebuild import has_unknown_shards
 from eaglefeed.queue.base import LeaseQueue, QueueItem, QueueLimits
 from eaglefeed.storage.base import ENDLESS, FeatureStore, StoreHealth
 
-__all__ = ["check_limits", "configure_queues", "feed", "queue_limits"]
+__all__ = ["feed"]
 
 _CHUNK, _CONFLICTS_CODE = 500, 3
 _FULL_WAIT_S, _FULL_PAUSE_S = 600.0, 1.0
-_HIGH_SHARE, _LOW_SHARE = 0.8, 0.6
 _PACKING_HELP = "Fill rows with several conversations each. Producers and trainers see it from the items."
 _DRY_HELP = "Queue nothing: say how much the samples would take, and whether there is room."
 _REPLAY_HELP = "Queue what trainers retained (train.retain=true) as the run's next epoch."
@@ -130,7 +130,7 @@ def feed(
             emit(False, {}, lines)
         check_limits(limits, settings, estimate.largest_bytes, health)
         if is_with_producers(settings):
-            _check_peer_bytes(settings, estimate.largest_bytes)
+            check_peer_bytes(settings, estimate.largest_bytes)
         document |= estimate._asdict()
         if dry_run:
             emit(as_json, document | {"free_bytes": health.free_bytes}, ["nothing was queued"])
@@ -162,70 +162,6 @@ def _check_replay(conversations: Path | None, shaping: list[str], *, replay: boo
     if shaping:
         what, fix = "a replay takes samples as they are stored", "leave these out; they shape what is fed"
         raise ConfigError(what, subject="--replay", got=", ".join(shaping), fix=fix)
-
-
-def queue_limits(settings: Settings, health: StoreHealth) -> QueueLimits:
-    """The configured bounds, and never more bytes than 80 % and 60 % of what the store has free now."""
-    queue = settings.queue
-    return QueueLimits(
-        max_depth=queue.max_depth,
-        high_count=queue.high_count,
-        low_count=queue.low_count,
-        high_bytes=min(queue.high_bytes, int(_HIGH_SHARE * health.free_bytes)),
-        low_bytes=min(queue.low_bytes, int(_LOW_SHARE * health.free_bytes)),
-        max_deliveries=queue.max_deliveries,
-    )
-
-
-def configure_queues(settings: Settings, queues: RunQueues, limits: QueueLimits) -> None:
-    """Give both queues their limits, and the samples their groups, once and for good."""
-    queues.samples.configure(limits, groups=settings.queue.groups)
-    queues.prompts.configure(limits)
-
-
-def check_limits(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> None:
-    """Refuse high marks below one training step: the trainer would wait for samples, and producers for room.
-
-    Args:
-        limits: as `queue_limits` makes them.
-        settings: of the run.
-        largest_bytes: size of its largest sample.
-        health: of its store.
-
-    Raises:
-        ConfigError: they are; says how much a step takes.
-    """
-    step = settings.train.samples_per_step
-    if limits.high_count < step:
-        wanted, fix = f"at least train.samples_per_step = {step}", "raise queue.high_count"
-        what = "room for less than one step"
-        raise ConfigError(what, subject="queue.high_count", wanted=wanted, got=limits.high_count, fix=fix)
-    if limits.high_bytes < step * largest_bytes:
-        raise _too_few_bytes(limits, settings, largest_bytes, health)
-
-
-def _too_few_bytes(limits: QueueLimits, settings: Settings, largest_bytes: int, health: StoreHealth) -> ConfigError:
-    step = settings.train.samples_per_step
-    got, first = human_bytes(limits.high_bytes), "raise queue.high_bytes"
-    if limits.high_bytes < settings.queue.high_bytes:
-        got += f", {_HIGH_SHARE:.0%} of the {human_bytes(health.free_bytes)} that the store has free"
-        in_memory = settings.store_uri.startswith("shm://")
-        first = "raise the container's shm_size" if in_memory else "free space in the store"
-    return ConfigError(
-        "room for less than one step",
-        subject="queue.high_bytes",
-        wanted=f"{step} * {human_bytes(largest_bytes)} (the largest sample) = {human_bytes(step * largest_bytes)}",
-        got=got,
-        fix=f"{first}, or lower feed.max_length or train.samples_per_step",
-    )
-
-
-def _check_peer_bytes(settings: Settings, largest_bytes: int) -> None:
-    room = settings.store.peer_bytes
-    if room < largest_bytes:
-        wanted, fix = f"at least {human_bytes(largest_bytes)}, the largest sample", "raise it, or lower feed.max_length"
-        what = "a producer could not keep one sample"
-        raise ConfigError(what, subject="store.peer_bytes", wanted=wanted, got=human_bytes(room), fix=fix)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from eaglefeed.cli.common import (
     opened_store,
     read_settings,
 )
-from eaglefeed.cli.feed import configure_queues, queue_limits
 from eaglefeed.cli.letters import one_line
+from eaglefeed.cli.limits import configure_queues, queue_limits
 from eaglefeed.cli.peers import refuse_peers
 from eaglefeed.cli.reports import human_bytes
 from eaglefeed.cli.shards import count_shards, describe_shards, show_counts, show_shard
