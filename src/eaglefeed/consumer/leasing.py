@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.gone import GoneProducers
-from eaglefeed.consumer.holdings import StreamStats, bear_outage
+from eaglefeed.consumer.holdings import LeaseTerms, StreamStats, bear_outage
 from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLease
@@ -41,22 +41,17 @@ class Leaser:
         prompts: LeaseQueue | None,
         holdings: Holdings,
         stats: StreamStats,
-        visibility_timeout_s: float,
-        max_attempts: int,
-        fail_without_producers: bool,
-        producer_grace_s: float,
-        outage_s: float,
+        terms: LeaseTerms,
         stop: threading.Event,
         clock: Clock,
     ) -> None:
         self._samples, self._consumer, self._session, self._stop = samples, consumer, session, stop
         self._prompts, self._holdings, self._stats, self._clock = prompts, holdings, stats, clock
-        self._timeout_s, self._max_attempts, self._outage_s = visibility_timeout_s, max_attempts, outage_s
-        self._fail_without_producers, self._grace_s = fail_without_producers, producer_grace_s
+        self._terms = terms
         self._alone_since: float | None = None
         self._warned = False
         self._recalled_s = -_RECALL_S
-        self._gone = GoneProducers(grace_s=producer_grace_s, fails=fail_without_producers, clock=clock)
+        self._gone = GoneProducers(grace_s=terms.producer_grace_s, fails=terms.fail_without_producers, clock=clock)
 
     def ask(self, n: int) -> Lease | DrainState:
         """Up to `n` samples, which are held from now on, or why there are none.
@@ -73,7 +68,7 @@ class Leaser:
                 return None
             return self._samples.lease(
                 n,
-                visibility_timeout_s=self._timeout_s,
+                visibility_timeout_s=self._terms.visibility_timeout_s,
                 consumer=self._consumer,
                 wait_s=_WAIT_S,
                 session=self._session,
@@ -148,7 +143,7 @@ class Leaser:
 
     def refuse(self, token: int, item: LeasedItem, *, reason: str, retryable: bool) -> None:
         """It cannot be read: it is tried again later, or set aside."""
-        final = not retryable or item.delivery_count >= self._max_attempts
+        final = not retryable or item.delivery_count >= self._terms.max_attempts
         log.error("sample_refused", sample_id=item.id, lease=token, final=final, reason=reason)
         self._holdings.settle(token, [item.id])
         try:
@@ -168,7 +163,7 @@ class Leaser:
             log.warning("lease_left_to_expire", sample_ids=ids, lease=token, reason=str(outage))
 
     def _bear(self, call: Callable[[], T]) -> T:
-        return bear_outage(call, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
+        return bear_outage(call, outage_s=self._terms.outage_s, stop=self._stop, clock=self._clock)
 
     def _look_for_producers(self) -> None:
         """Tell slow producers from dead ones: nothing is ready, prompts remain, and nobody works on them."""
@@ -180,10 +175,10 @@ class Leaser:
             return
         now_s = self._clock.monotonic()
         self._alone_since = now_s if self._alone_since is None else self._alone_since
-        if now_s - self._alone_since < self._grace_s:
+        if now_s - self._alone_since < self._terms.producer_grace_s:
             return
-        error = NoProducers(num_prompts=stats.unsettled, grace_s=self._grace_s)
-        if self._fail_without_producers:
+        error = NoProducers(num_prompts=stats.unsettled, grace_s=self._terms.producer_grace_s)
+        if self._terms.fail_without_producers:
             raise error
         if not self._warned:
             log.warning("no_producers", reason=str(error))
