@@ -79,7 +79,7 @@ def _life(loop: ModuleType, run: pipeline.Run, path: Path) -> dict[str, Tensor]:
         except KilledError:
             stream.stop()
             stream._taker.join(10)
-            stream._holdings.drain()  # what a killed process holds stays leased
+            stream._queue.holdings.drain()  # what a killed process holds stays leased
             raise
     return model.state_dict()
 

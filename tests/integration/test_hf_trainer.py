@@ -72,7 +72,7 @@ def _learn(run: pipeline.Run, folder: Path, *, resume: bool | str = True, **chan
             assert stream._feeder is not None
             assert stream._queue is not None
             stream._feeder.join(10)
-            stream._queue._holdings.drain()  # what a killed process holds stays leased
+            stream._queue.holdings.drain()  # what a killed process holds stays leased
             raise
         return learned_by(trainer)
 

@@ -64,7 +64,7 @@ def _train(
         except KilledError:
             stream.stop()
             stream._taker.join(10)
-            stream._holdings.drain()  # what a killed process holds stays leased
+            stream._queue.holdings.drain()  # what a killed process holds stays leased
             raise
     return trainer.draft.state_dict()
 

@@ -354,7 +354,7 @@ def test_a_lease_that_was_lost_is_an_empty_place_on_every_rank_and_never_acknowl
         run.clock.advance(10)
         taken = run.samples.lease(1, visibility_timeout_s=1000, consumer="other")
         assert isinstance(taken, Lease)
-        tokens = list(queue._holdings._ids)
+        tokens = list(queue.holdings._ids)
         wait_until(lambda: all(queue.renewer.is_lost(token) for token in tokens))
         assert [stream.ack(1) for stream in opened] == [0, 0]
         assert opened[0].stats.stale == 4
@@ -376,11 +376,11 @@ def test_an_incomplete_round_does_not_outlive_its_leases_and_keeps_its_order() -
         _more(run, range(1, 3), close=False)
         queue = opened[0]._queue
         assert queue is not None
-        wait_until(lambda: len(queue._holdings) == 3)
-        tokens = set(queue._holdings._ids)
+        wait_until(lambda: len(queue.holdings) == 3)
+        tokens = set(queue.holdings._ids)
         assert len(tokens) > 1
         run.clock.advance(51)
-        wait_until(lambda: len(queue._holdings) == 3 and not tokens & set(queue._holdings._ids))
+        wait_until(lambda: len(queue.holdings) == 3 and not tokens & set(queue.holdings._ids))
         _more(run, range(3, 4))
         first, second = train_all(opened, 2)
         assert opened[0].stats.redelivered == 0
@@ -608,7 +608,7 @@ def test_a_job_that_was_held_up_does_not_take_its_own_samples_back() -> None:
         queue = stream._queue
         assert queue is not None
         assert queue.renewer.stop()  # it renews too late: what remains are the calls for more
-        wait_until(lambda: len(queue._holdings) == 3)
+        wait_until(lambda: len(queue.holdings) == 3)
         SYSTEM_CLOCK.sleep(3.0)
         assert stream.ack(1) == 2
         assert run.samples.stats().redelivered == 0
@@ -621,7 +621,7 @@ def test_a_round_whose_leases_are_too_old_to_be_renewed_comes_again_before_it_is
         stream._begin()
         queue = stream._queue
         assert queue is not None
-        wait_until(lambda: len(queue._holdings) == 2)
+        wait_until(lambda: len(queue.holdings) == 2)
         for lease in queue.renewer._watched.values():
             lease.too_old = True
         assert ids_of(stream.take(2)) == [("p-0",), ("p-1",)]

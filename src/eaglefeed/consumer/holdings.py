@@ -12,7 +12,7 @@ from eaglefeed.logs import get_logger
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.refs import SampleRef
 
-__all__ = ["Sample", "StreamStats", "bear_outage"]
+__all__ = ["LeaseTerms", "Sample", "StreamStats", "bear_outage"]
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 
@@ -34,6 +34,20 @@ class StreamStats:
     gone: int = 0
     returned: int = 0
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseTerms:
+    """How a trainer leases, and what becomes of it; SampleStream explains each."""
+
+    visibility_timeout_s: float
+    stall_timeout_s: float
+    max_lease_age_s: float
+    max_attempts: int
+    retain: bool
+    fail_without_producers: bool
+    producer_grace_s: float
+    outage_s: float
 
 
 class Sample(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.gone import GoneProducers
-from eaglefeed.consumer.holdings import StreamStats, bear_outage
+from eaglefeed.consumer.holdings import LeaseTerms, StreamStats, bear_outage
 from eaglefeed.consumer.store_outage import StoreOutage
 from eaglefeed.consumer.waiting import Waiting
 from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable, StorageError
@@ -44,23 +44,18 @@ class Leaser:
         prompts: LeaseQueue | None,
         holdings: Holdings,
         stats: StreamStats,
-        visibility_timeout_s: float,
-        max_attempts: int,
-        fail_without_producers: bool,
-        producer_grace_s: float,
-        outage_s: float,
+        terms: LeaseTerms,
         stop: threading.Event,
         clock: Clock,
     ) -> None:
         self._samples, self._consumer, self._session, self._stop = samples, consumer, session, stop
         self._prompts, self._holdings, self._stats, self._clock = prompts, holdings, stats, clock
-        self._timeout_s, self._max_attempts, self._outage_s = visibility_timeout_s, max_attempts, outage_s
-        self._fail_without_producers, self._grace_s = fail_without_producers, producer_grace_s
+        self._terms = terms
         self._alone_since: float | None = None
         self._warned, self._waiting = False, Waiting(clock)
         self._recalled_s = -_RECALL_S
         self._store = StoreOutage(clock)
-        self._gone = GoneProducers(grace_s=producer_grace_s, fails=fail_without_producers, clock=clock)
+        self._gone = GoneProducers(grace_s=terms.producer_grace_s, fails=terms.fail_without_producers, clock=clock)
 
     def ask(self, n: int) -> Lease | DrainState:
         """Up to `n` samples, which are held from now on, or why there are none.
@@ -77,7 +72,7 @@ class Leaser:
                 return None
             return self._samples.lease(
                 n,
-                visibility_timeout_s=self._timeout_s,
+                visibility_timeout_s=self._terms.visibility_timeout_s,
                 consumer=self._consumer,
                 wait_s=_WAIT_S,
                 session=self._session,
@@ -160,7 +155,7 @@ class Leaser:
         if may_be_store and (away_s := self._store.note(item.id, reason)) is not None:
             self._put_off(token, item, reason, away_s)
             return
-        final = not retryable or item.delivery_count >= self._max_attempts
+        final = not retryable or item.delivery_count >= self._terms.max_attempts
         log.error("sample_refused", sample_id=item.id, lease=token, final=final, reason=reason)
         self._holdings.settle(token, [item.id])
         try:
@@ -176,7 +171,7 @@ class Leaser:
         self._holdings.settle(token, [item.id])
         self._stats.returned += 1
         self._nack(token, [item.id], reason=reason, delay_s=_AWAY_DELAY_S)
-        if away_s > self._outage_s:
+        if away_s > self._terms.outage_s:
             fix = "see why the store cannot be read here, and start again: no sample was set aside for it"
             raise StorageError(f"no sample could be read for {away_s:.0f} s", got=reason, fix=fix)
 
@@ -188,7 +183,7 @@ class Leaser:
             log.warning("lease_left_to_expire", sample_ids=ids, lease=token, reason=str(outage))
 
     def _bear(self, call: Callable[[], T]) -> T:
-        return bear_outage(call, outage_s=self._outage_s, stop=self._stop, clock=self._clock)
+        return bear_outage(call, outage_s=self._terms.outage_s, stop=self._stop, clock=self._clock)
 
     def _look_for_producers(self) -> None:
         """Tell slow producers from dead ones: nothing is ready, prompts remain, and nobody works on them."""
@@ -201,9 +196,9 @@ class Leaser:
             return
         now_s = self._clock.monotonic()
         self._alone_since = now_s if self._alone_since is None else self._alone_since
-        if now_s - self._alone_since < self._grace_s:
+        if now_s - self._alone_since < self._terms.producer_grace_s:
             return
-        if self._fail_without_producers:
+        if self._terms.fail_without_producers:
             raise self._without_producers(stats.unsettled)
         if not self._warned:
             log.warning("no_producers", reason=str(self._without_producers(stats.unsettled)))
@@ -211,4 +206,4 @@ class Leaser:
 
     def _without_producers(self, num_prompts: int) -> NoProducers:
         words = last_error(self._bear(self._samples.agreed), "producer")
-        return NoProducers(num_prompts=num_prompts, grace_s=self._grace_s, last_error=words)
+        return NoProducers(num_prompts=num_prompts, grace_s=self._terms.producer_grace_s, last_error=words)

@@ -14,6 +14,7 @@ from eaglefeed.consumer.empty import empty_batch
 from eaglefeed.consumer.expand import TargetHead
 from eaglefeed.consumer.feeding import Feeder, IdleAsked, Ready
 from eaglefeed.consumer.gathering import Due, Over
+from eaglefeed.consumer.holdings import LeaseTerms
 from eaglefeed.consumer.materialize import Materializer
 from eaglefeed.consumer.ranks import Ranks
 from eaglefeed.consumer.round_queue import RoundQueue, RoundStats
@@ -87,7 +88,7 @@ class RoundStream:
         self.round_ids: tuple[str, ...] = ()
         self.commit_due = False
         self._ranks, self._size, self._device, self._head = ranks, samples_per_step, torch.device(device), head
-        self._clock, self._stop, self._step = clock, threading.Event(), 0
+        self._clock, self._stop, self._step, self._ahead = clock, threading.Event(), 0, prefetch
         self._events: SimpleQueue[Any] = SimpleQueue()
         self._feeder: Feeder | None = None
         self._over: Over | None = None
@@ -112,13 +113,7 @@ class RoundStream:
         if ranks.is_first:
             if samples is None:
                 raise ConfigError("rank 0 leases for all ranks", subject="RoundStream", wanted="samples", got=None)
-            self._queue = RoundQueue(
-                samples,
-                store,
-                consumer=consumer,
-                prompts=prompts,
-                round_size=ranks.world_size * samples_per_step,
-                ahead=prefetch,
+            terms = LeaseTerms(
                 visibility_timeout_s=visibility_timeout_s,
                 stall_timeout_s=stall_timeout_s,
                 max_lease_age_s=max_lease_age_s,
@@ -127,8 +122,14 @@ class RoundStream:
                 fail_without_producers=fail_without_producers,
                 producer_grace_s=producer_grace_s,
                 outage_s=outage_s,
+            )
+            self._queue = RoundQueue(
+                samples,
+                store,
+                consumer=consumer,
+                prompts=prompts,
+                terms=terms,
                 stats=self.stats,
-                events=self._events,
                 stop=self._stop,
                 clock=clock,
             )
@@ -182,6 +183,7 @@ class RoundStream:
         self.round_ids = tuple(each for each, there in zip(entry.ids, is_there, strict=True) if there)
         if self._queue is not None:
             self._queue.taken(entry.held, is_there)
+            self.stats.padded += is_there.count(False)
         else:
             self.stats.delivered += sum(mine)
             self.stats.padded += mine.count(False)
@@ -249,7 +251,10 @@ class RoundStream:
             raise
 
     def _begin(self) -> Feeder:
-        gatherer = None if self._queue is None else self._queue.begin()
+        gatherer = None
+        if self._queue is not None:
+            size = self._ranks.world_size * self._size
+            gatherer = self._queue.begin(self._events, round_size=size, ahead=self._ahead)
         self._feeder = Feeder(
             self._ranks,
             self._materializer,

@@ -9,17 +9,14 @@ import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.expand import TargetHead
-from eaglefeed.consumer.holdings import StreamStats
-from eaglefeed.consumer.leasing import Leaser
+from eaglefeed.consumer.holdings import LeaseTerms, StreamStats
 from eaglefeed.consumer.materialize import Materializer
 from eaglefeed.consumer.prefetch import Prefetcher
-from eaglefeed.consumer.settling import Settler
 from eaglefeed.consumer.state import StreamState, already_begun
 from eaglefeed.consumer.taking import Taker
-from eaglefeed.errors import ConfigError, QueueUnavailable, StaleLease
+from eaglefeed.consumer.trainer_queue import TrainerQueue
+from eaglefeed.errors import ConfigError, StaleLease
 from eaglefeed.queue.base import LeaseQueue
-from eaglefeed.queue.holdings import Holdings
-from eaglefeed.queue.renewal import LeaseRenewer
 from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import RunContract
 from eaglefeed.storage.base import FeatureStore, Verify
@@ -100,54 +97,38 @@ class SampleStream:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.stats = StreamStats()
-        self._samples, self._consumer, self._held = samples, consumer, held
+        self._held = held
         self._stop = threading.Event()
         device = torch.device(device)
         ring = BufferRing(prefetch + held + 1, device=device, stop=self._stop, clock=clock)
         materializer = Materializer(store, ring, contract=contract, values=values, head=head)
-        self._renewer = LeaseRenewer(
-            samples,
+        terms = LeaseTerms(
             visibility_timeout_s=visibility_timeout_s,
             stall_timeout_s=stall_timeout_s,
             max_lease_age_s=max_lease_age_s,
-            on_renewed=lambda: samples.beat("trainer", consumer),
+            max_attempts=max_attempts,
+            retain=retain,
+            fail_without_producers=fail_without_producers,
+            producer_grace_s=producer_grace_s,
+            outage_s=outage_s,
         )
-        self._holdings = Holdings(self._renewer)
-        self._settler = Settler(
+        self._queue = queue = TrainerQueue(
             samples,
             store,
-            holdings=self._holdings,
+            consumer=consumer,
+            prompts=prompts,
+            terms=terms,
             stats=self.stats,
-            retain=retain,
-            outage_s=outage_s,
             stop=self._stop,
             clock=clock,
         )
-        self._settler.clean()  # what an earlier trainer had committed when it died
-        self._renewer.start()
-
-        def leaser() -> Leaser:
-            return Leaser(
-                samples,
-                consumer=consumer,
-                session=self._settler.session,
-                prompts=prompts,
-                holdings=self._holdings,
-                stats=self.stats,
-                visibility_timeout_s=visibility_timeout_s,
-                max_attempts=max_attempts,
-                fail_without_producers=fail_without_producers,
-                producer_grace_s=producer_grace_s,
-                outage_s=outage_s,
-                stop=self._stop,
-                clock=clock,
-            )
-
         self._taker = Taker(
-            lambda: Prefetcher(leaser(), materializer, lease_batch=lease_batch, prefetch=prefetch, stop=self._stop),
-            self._settler,
-            holdings=self._holdings,
-            renewer=self._renewer,
+            lambda: Prefetcher(
+                queue.leaser(), materializer, lease_batch=lease_batch, prefetch=prefetch, stop=self._stop
+            ),
+            queue.settler,
+            holdings=queue.holdings,
+            renewer=queue.renewer,
             stats=self.stats,
             device=device,
             head=head,
@@ -225,12 +206,8 @@ class SampleStream:
             StaleLease: another trainer has restored the queue.
             QueueUnavailable: the outage is longer; what was not settled can be acknowledged again.
         """
-        self._renewer.progress()
         with self._in_session():
-            count = self._settler.ack(step, sample_ids)
-        if step is None and count:
-            self._settler.clean()
-        return count
+            return self._queue.ack(step, sample_ids)
 
     def commit(self, step: int) -> int:
         """Settle what was acknowledged at `step` or before, and delete its shards; returns how many samples.
@@ -241,16 +218,14 @@ class SampleStream:
             StaleLease: another trainer has restored the queue.
             QueueUnavailable: the outage is longer than `outage_s`. Safe to repeat.
         """
-        self._renewer.progress()
         with self._in_session():
-            count = self._settler.commit(step)
+            count = self._queue.commit(step)
         self._taker.committed()
-        self._settler.clean()
         return count
 
     def state_dict(self) -> StreamState:
         """What a checkpoint keeps: the step, and the ids acknowledged with a step since the last commit."""
-        return self._settler.state_dict()
+        return self._queue.settler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take the queue back to a checkpoint: what it has not seen comes again. An earlier epoch's begins this one.
@@ -265,7 +240,7 @@ class SampleStream:
         """
         if self._taker.has_begun:
             raise already_begun()
-        self._settler.load_state_dict(state)
+        self._queue.settler.load_state_dict(state)
 
     def stop(self) -> None:
         """Make `take` return at once, with nothing from then on. Safe in a signal handler."""
@@ -275,11 +250,7 @@ class SampleStream:
         """Stop leasing and give back what is not acknowledged. Safe to repeat."""
         self._stop.set()
         self._taker.join(_JOIN_S)
-        is_there = self._settler.close(drained=self.drained)
-        self._renewer.stop()
-        with contextlib.suppress(QueueUnavailable):  # then the sign of life just grows old
-            if is_there:
-                self._samples.farewell("trainer", self._consumer)
+        self._queue.close(drained=self.drained)
 
     def __enter__(self) -> "SampleStream":
         return self
