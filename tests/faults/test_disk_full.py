@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,10 +12,17 @@ from os_faults import instead_of
 from small_disk import MB, SmallRun, big_prompt, mounted, shrink
 from structlog.testing import capture_logs
 
+import pipeline
 from eaglefeed.cli.limits import queue_limits
 from eaglefeed.config import Settings
+from eaglefeed.consumer import leasing
+from eaglefeed.consumer.ranks import Ranks
+from eaglefeed.consumer.rounds import RoundStream
+from eaglefeed.consumer.stream import SampleStream
+from eaglefeed.producer import worker
 from eaglefeed.queue.base import QueueLimits
 from eaglefeed.storage.base import StoreHealth
+from eaglefeed.storage.shared_dir import SharedDirStore
 
 SHARD_BYTES = 3840 * (3 * 4 * 4 + 3 * 8 + 50 * 4)  # aux states, ids and masks, logits: 1.04 MB without the header
 
@@ -102,3 +110,34 @@ def test_a_run_of_three_times_the_disk_stays_below_nine_tenths_of_it(
     assert (stats.produced, len(set(run.delivered)), len(run.delivered)) == (200, 200, 200)
     assert 0.75 * 64 * MB < run.peak_bytes < 0.9 * 64 * MB
     assert list(run.store.scan()) == []
+
+
+def _rounds(run: pipeline.Run) -> RoundStream:
+    options = {"contract": pipeline.contract(max_length=4096), "draft_vocab_size": 50, "consumer": "t", "prefetch": 1}
+    return RoundStream(run.samples, run.store, ranks=Ranks.alone(), samples_per_step=2, **options)
+
+
+@pytest.mark.parametrize("is_of_rounds", [False, True])
+def test_a_loop_and_a_producer_on_a_disk_full_of_uncommitted_samples_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_rounds: bool
+) -> None:
+    shrink(monkeypatch, tmp_path / "store", 6 * MB)
+    monkeypatch.setattr(leasing, "_STARVED_S", 0.3)
+    monkeypatch.setattr(leasing, "_WAIT_S", 0.02)
+    monkeypatch.setattr(worker, "_FULL_PAUSE_S", 0.02)
+    monkeypatch.setattr(worker, "_WAIT_S", 0.02)
+    run = pipeline.Run(clock=pipeline.TurnableClock(), store=SharedDirStore(tmp_path / "store", durability="none"))
+    run.feed(*(big_prompt(index) for index in range(16)))
+    thread = threading.Thread(target=run.produce)
+    thread.start()
+    learned: list[str] = []
+    with _rounds(run) if is_of_rounds else SampleStream(run.samples, run.store, consumer="t") as stream:
+        while not stream.ended:
+            if stream.take(2):
+                learned += stream.round_ids
+                stream.ack(len(learned))
+            else:
+                assert not run.samples.stats().full
+                stream.commit(len(learned))
+    thread.join(30)
+    assert sorted(learned) == sorted(f"p-{index}" for index in range(16))

@@ -89,6 +89,23 @@ def test_a_plain_loop_goes_on_where_another_loops_commit_is_due() -> None:
         thread.join(10)
 
 
+def test_a_loop_that_another_loops_commit_starved_waits_for_full_steps_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing, "_STARVED_S", 0.1)
+    run = _run(1)
+    lease = run.samples.lease(1, visibility_timeout_s=60, consumer="another")
+    assert isinstance(lease, Lease)
+    run.samples.ack(lease.token, ["p-0"], step=1)
+    with SampleStream(run.samples, run.store, consumer="t") as stream:
+        assert stream.take(1) == []
+        assert stream.commit_due
+        monkeypatch.setattr(leasing, "_STARVED_S", 1e9)
+        _produce(run, range(1, 3), close=False)
+        while not (taken := stream.take(1)):
+            SYSTEM_CLOCK.sleep(0.01)
+        assert _ids(taken) == ["p-1"]
+        assert not stream.commit_due
+
+
 def test_a_high_mark_below_what_a_trainer_holds_is_refused_with_the_arithmetic() -> None:
     run = pipeline.Run()
     run.samples.configure(QueueLimits(high_count=9, low_count=1))

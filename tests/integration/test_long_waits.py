@@ -93,14 +93,14 @@ def _wait(pipe: Connection, folder: Path) -> None:
 def test_ranks_that_are_started_long_before_the_first_producer_wait_for_it(tmp_path: Path) -> None:
     find_server_binary()
     folder = _settings(tmp_path).run_dir
-    with rank_jobs.job(2, _wait, tmp_path) as ranks:
+    # The server outlives the ranks, who are killed at the end: the last user of one stops it.
+    with EmbeddedServer(folder / "queue") as server, rank_jobs.job(2, _wait, tmp_path) as ranks:
         assert not ranks[0].pipe.poll(2.5 * DEADLINE_S)
         assert not ranks[1].pipe.poll(0)
-        with EmbeddedServer(folder / "queue") as server:
-            client = connect(server.url)
-            run = pipeline.Run(store=open_store(f"file://{folder / 'shards'}", durability="none"))
-            run.prompts, run.samples = (open_queue(client, "late", name) for name in ("prompts", "samples"))
-            run.feed(pipeline.prompt(0))
-            run.produce()
-            assert [rank.hear() for rank in ranks] == [rank_jobs.CONTRACT.id] * 2
-            client.close()
+        client = connect(server.url)
+        run = pipeline.Run(store=open_store(f"file://{folder / 'shards'}", durability="none"))
+        run.prompts, run.samples = (open_queue(client, "late", name) for name in ("prompts", "samples"))
+        run.feed(pipeline.prompt(0))
+        run.produce()
+        assert [rank.hear() for rank in ranks] == [rank_jobs.CONTRACT.id] * 2
+        client.close()

@@ -21,6 +21,7 @@ __all__ = ["Leaser", "reason_of"]
 _WAIT_S = 0.5
 _PAUSE_S = 0.1
 _GONE_DELAY_S, _RECALL_S, _AWAY_DELAY_S = 5.0, 5.0, 5.0
+_STARVED_S = 30.0
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Leaser:
         self._prompts, self._holdings, self._stats, self._clock = prompts, holdings, stats, clock
         self._terms = terms
         self._alone_since: float | None = None
+        self._starved_since_s: float | None = None
         self._warned, self._waiting = False, Waiting(clock)
         self._recalled_s = -_RECALL_S
         self._store = StoreOutage(clock)
@@ -84,11 +86,13 @@ class Leaser:
             self.pause()
             return DrainState.EMPTY
         if isinstance(answer, Lease):
-            self._alone_since, self._waiting = None, Waiting(self._clock)
+            self._alone_since, self._starved_since_s, self._waiting = None, None, Waiting(self._clock)
             self._holdings.add(answer.token, [item.id for item in answer.items])
             return answer
         if answer.state is not DrainState.COMMIT_DUE:
             self._look_for_producers()
+        if answer.state is DrainState.EMPTY and self._may_hold_room():
+            return DrainState.COMMIT_DUE
         return answer.state
 
     def pause(self) -> None:
@@ -185,12 +189,26 @@ class Leaser:
     def _bear(self, call: Callable[[], T]) -> T:
         return bear_outage(call, outage_s=self._terms.outage_s, stop=self._stop, clock=self._clock)
 
+    def _may_hold_room(self) -> bool:
+        """Whether nothing came for long while acks wait for their commit: then it is due, said once each time.
+
+        Producers may wait for a disk that others filled, which the queue's counts do not show.
+        """
+        now_s = self._clock.monotonic()
+        self._starved_since_s = now_s if self._starved_since_s is None else self._starved_since_s
+        if now_s - self._starved_since_s < _STARVED_S:
+            return False
+        self._starved_since_s = now_s
+        return self._bear(self._samples.stats).tentative > 0
+
     def _look_for_producers(self) -> None:
         """Tell slow producers from dead ones: nothing is ready, prompts remain, and nobody works on them."""
         if self._prompts is None:
             return
         stats = self._bear(self._prompts.stats)
-        self._waiting.tell("waiting_for_samples", prompts=stats.unsettled, producers=stats.workers.get("producer", 0))
+        if self._waiting.is_due():
+            alive, waited_s = stats.workers.get("producer", 0), self._waiting.waited_s
+            log.info("waiting_for_samples", prompts=stats.unsettled, producers=alive, waited_s=waited_s)
         if stats.workers.get("producer") or not stats.unsettled:
             self._alone_since = None
             return

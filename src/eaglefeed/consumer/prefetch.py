@@ -73,6 +73,7 @@ class Prefetcher:
     def _lease_once(self) -> bool:
         lease = self._leaser.ask(self._lease_batch)
         if isinstance(lease, Lease):
+            self.commit_due.clear()  # whosever commit it was
             for item in lease.items:
                 if self._stop.is_set():
                     return False

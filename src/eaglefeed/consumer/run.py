@@ -125,7 +125,8 @@ def wait_for_run(
     waiting = Waiting(clock)
     log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
     while True:
-        waiting.tell("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s)
+        if waiting.is_due():
+            log.info("waiting_for_the_first_sample", store=store.uri, timeout_s=timeout_s, waited_s=waiting.waited_s)
         if clock.monotonic() >= next_look_s:
             look()
             next_look_s = clock.monotonic() + look_s

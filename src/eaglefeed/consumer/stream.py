@@ -154,7 +154,10 @@ class SampleStream:
 
     @property
     def commit_due(self) -> bool:
-        """Whether the queue has no room and waits for a commit; until then, `take` waits for nothing."""
+        """Whether a commit is due; until then, `take` waits for nothing.
+
+        The queue has no room, or nothing has come for half a minute: the store may have none, which no count shows.
+        """
         return self._taker.commit_due
 
     @property
