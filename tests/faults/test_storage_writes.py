@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from os_faults import calls_of, fail_call, instead_of, left_over
 
 import samples
+from eaglefeed.clock import ManualClock
 from eaglefeed.errors import ConfigError, StorageError, StoreFull
+from eaglefeed.producer.room import Room
+from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
 from eaglefeed.storage import files, folder, shard
 from eaglefeed.storage.base import key_of
 from eaglefeed.storage.shared_dir import SharedDirStore
@@ -158,6 +162,23 @@ def test_a_shard_that_does_not_fit_into_memory_is_refused_before_it_is_written(
     assert seen == []
     assert left_over(store) == []
     store.close()
+
+
+def test_a_file_system_that_does_not_say_what_is_free_is_a_failure_of_the_store_and_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(_real: object, _fd: int) -> os.statvfs_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with closing(SharedDirStore(tmp_path / "store")) as store:
+        room = Room(MemoryLeaseQueue(MemoryServer(ManualClock()), "run", "samples"), store)
+        room.was_missing(StoreFull(store.uri, num_bytes=10, free_bytes=5, reason="full"))
+        with monkeypatch.context() as patch:
+            instead_of(patch, "statvfs", stale)
+            with pytest.raises(StorageError, match=r"room cannot be asked for in .*Stale file handle"):
+                store.health()
+            assert not room.is_there()
+        assert room.is_there()
 
 
 def _with_free(info: os.statvfs_result, num_blocks: int) -> os.statvfs_result:

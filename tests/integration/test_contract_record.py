@@ -1,6 +1,7 @@
 """The run's contract in the record of its queues: a folder and a queue of different runs are told from each other."""
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from eaglefeed.consumer.run import check_record, load_run_assets
 from eaglefeed.errors import ContractMismatch, SchemaError
 from eaglefeed.schema.contract import CONTRACT_FILE, CONTRACT_RECORD, RunContract
 from eaglefeed.schema.refs import SampleRef
+from eaglefeed.storage.base import StoredShard
 from eaglefeed.storage.memory import MemoryStore
 
 PROMPT = pipeline.prompt(0)
@@ -89,6 +91,25 @@ def test_shards_whose_contract_nobody_has_are_refused_and_left_alone(run: pipeli
     assert (run.target.calls, run.prompts.stats().ready, len(list(run.store.scan()))) == (0, 1, 1)
     assert not run.store.has_document(CONTRACT_FILE)
     old.produce()  # whose queue knows it
+
+
+def test_shards_of_a_producer_that_agreed_meanwhile_are_no_strangers_while_its_file_is_not_seen(
+    run: pipeline.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = pipeline.Run(store=run.store)
+    other.feed(pipeline.prompt(7))
+    other.produce()
+    contract, scan = run.store.get_document(CONTRACT_FILE), run.store.scan
+    assert contract is not None
+    run.store.delete_document(CONTRACT_FILE)
+
+    def scan_late() -> Iterator[StoredShard]:
+        run.samples.agree(CONTRACT_RECORD, contract)
+        return scan()
+
+    monkeypatch.setattr(run.store, "scan", scan_late)
+    run.prompts.close()
+    assert run.produce().produced == 1
 
 
 def test_a_contract_is_written_before_the_first_shard(run: pipeline.Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ def _refuse_unknown_shards(store: FeatureStore, samples: LeaseQueue, who: str) -
     """Nobody could say what they were made by, and a contract beside them would say that it was this one."""
     if CONTRACT_RECORD in samples.agreed() or store.has_document(CONTRACT_FILE):
         return
-    # Another producer may have written both meanwhile: the contract comes before the first shard.
-    if next(iter(store.scan()), None) is not None and not store.has_document(CONTRACT_FILE):
+    # Another producer may have agreed meanwhile, before its first shard; a network file system may still hide the file.
+    if next(iter(store.scan()), None) is not None and CONTRACT_RECORD not in samples.agreed():
         what, wanted, got = "shards without a contract", f"{store.uri} with a {CONTRACT_FILE}, or empty", "shards alone"
         fix = f"put their {CONTRACT_FILE} back, delete them, or pass another --store"
         raise ContractMismatch(what, subject=who, wanted=wanted, got=got, fix=fix)

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from eaglefeed.errors import ConfigError, StoreFull
+from eaglefeed.errors import ConfigError, StorageError, StoreFull
 from eaglefeed.queue.base import LeaseQueue
 from eaglefeed.storage.base import FeatureStore
 
@@ -46,7 +46,10 @@ class Room:
         self._missing_bytes = error.num_bytes if error.num_bytes > error.free_bytes else 0
 
     def _fits(self) -> bool:
-        if self._missing_bytes and self._store.health().free_bytes < self._missing_bytes:
+        try:
+            if self._missing_bytes and self._store.health().free_bytes < self._missing_bytes:
+                return False
+        except StorageError:  # asked again; whether the store is away for good shows when it is written to
             return False
         self._missing_bytes = 0
         return True

@@ -116,7 +116,8 @@ class ProducerWorker:
                 room is taken by what nobody needs.
         """
         self._store.probe()
-        self._agreement.check()
+        with suppress(StorageError):  # a store that is away is borne when the first sample is made
+            self._agreement.check()
         self._keeper.begin()
         self._writer = SampleWriter(
             self._prompts, self._samples, self._store, self._accounts.settle, self._keeper.holder

@@ -63,8 +63,15 @@ class RootFolder:
             self._fd = -1
 
     def health(self) -> StoreHealth:
-        """Free and total bytes."""
-        info = os.statvfs(self._fd)
+        """Free and total bytes.
+
+        Raises:
+            StorageError: the file system does not say.
+        """
+        try:
+            info = os.statvfs(self._fd)
+        except OSError as error:
+            raise self._failed(".", "its room cannot be asked for", error) from None
         return StoreHealth(info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize)
 
     def time(self) -> float | None:
