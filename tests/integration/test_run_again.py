@@ -51,7 +51,7 @@ def test_a_producer_after_a_kill_makes_what_is_missing_and_touches_no_shard(
 
     run.target.before = encode
     with monkeypatch.context() as patch:
-        patch.setattr(ProducerWorker, "_leave", lambda _worker: None)
+        patch.setattr(ProducerWorker, "_leave", lambda _worker, _why: None)
         with pytest.raises(KilledError):
             run.produce()
     assert run.samples.stats().ready == 50
@@ -264,6 +264,23 @@ def test_a_run_is_not_closed_over_a_file_whose_feed_was_killed(
         assert shell.run(f"run.id={run}", "feed", last).err == ""
         stats = shell.run(f"run.id={run}", "queue", "stats", "--json").document["prompts"]
         assert (stats["closed"], stats["ready"]) == (True, 6 if last == one else 2)
+
+
+def test_a_run_is_not_closed_over_what_a_file_was_grown_by_either(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = write_rows(tmp_path / "one.jsonl", [conversation(index) for index in range(2)])
+    two = write_rows(tmp_path / "two.jsonl", [conversation(index) for index in range(4, 6)])
+    assert shell.run("run.id=grown", "feed", one, "--keep-open").code == 0
+    write_rows(one, [conversation(index) for index in range(4)])
+    with monkeypatch.context() as patch:
+        patch.setattr("eaglefeed.cli.feed._put_all", _killed)
+        with pytest.raises(KilledError):
+            shell.run("run.id=grown", "feed", one)
+    assert "one.jsonl: not fed to its end, so the run stays open" in shell.run("run.id=grown", "feed", two).err
+    assert shell.run("run.id=grown", "feed", one).err == ""
+    stats = shell.run("run.id=grown", "queue", "stats", "--json").document["prompts"]
+    assert (stats["closed"], stats["ready"]) == (True, 6)
 
 
 def _killed(*_: object) -> None:

@@ -12,6 +12,7 @@ import tiny_target
 from commands import Shell, conversation, run_server, save_tiny_target, write_rows
 from eaglefeed.producer.counts import count_loss_tokens
 from eaglefeed.producer.jsonl import ReadReport
+from eaglefeed.queue import open_queue
 from eaglefeed.schema.vocab import VocabMapping
 
 torch.set_num_threads(1)
@@ -165,6 +166,20 @@ def test_a_map_of_another_tokenizer_is_refused_before_anything_is_queued_or_made
         ended = shell.run("train", rows, "--target-backend", "colocated", "--vocab", "theirs")
         assert (ended.code, wrong in ended.err) == (3, True)
         assert shell.run("produce", "--vocab", "ours").code == 0
+
+
+@pytest.mark.parametrize("width", [V - 1, RESERVED])
+@pytest.mark.parametrize("supervision", ["target_probs", "last_hidden_states"])
+def test_a_map_over_another_number_of_tokens_is_refused_before_anything_is_queued(
+    shell: Shell, rows: Path, tmp_path: Path, width: int, supervision: str
+) -> None:
+    """One of the tokenizer's tokens alone, say, while the head is padded to a round size."""
+    VocabMapping.from_ids(torch.arange(100), vocab_size=width).save(Path("narrow"))
+    with run_server(tmp_path / "runs" / "default") as client:
+        ended = shell.run("feed", rows, "--vocab", "narrow", f"produce.supervision={supervision}")
+        told = f"narrow: the vocabulary map is another target's, wanted {V} tokens, got {width}"
+        assert (ended.code, told in ended.err) == (3, True)
+        assert open_queue(client, "default", "prompts").stats().ready == 0
 
 
 def test_a_map_that_does_not_name_its_tokenizer_is_taken(shell: Shell, rows: Path, tmp_path: Path) -> None:

@@ -69,6 +69,30 @@ def test_without_thinking_its_empty_form_is_the_prompts_and_not_trained_on():
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\ny<|im_end|>\n")
 
 
+@pytest.mark.parametrize("content", ["<think>\n\n</think>\n\ny", "<think></think>y", "\n<think>\n</think>\n\ny"])
+def test_an_empty_thinking_that_the_prompt_holds_is_not_written_twice(content: str):
+    text, spans, _ = tokenized(QWEN3, turns("a", content), values={"enable_thinking": False})
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\ny<|im_end|>\n")
+    assert (text.count("<think>"), spans) == (1, ["y<|im_end|>"])
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_thinking_behind_a_prompt_that_has_closed_it_rejects_the_row(finish: bool):
+    with pytest.raises(RowFault, match="the answer has thinking: its prompt holds an empty <think> already"):
+        tokenized(QWEN3, turns("a", "<think>\nt\n</think>\n\ny"), values={"enable_thinking": False}, cut_off=finish)
+
+
+def test_an_answer_that_begins_with_a_blank_keeps_its_loss_once_it_is_an_earlier_one():
+    _, spans, unsupervised = tokenized(QWEN3, turns("a", " b", "c", " d"))
+    assert (spans, unsupervised) == ([" b<|im_end|>", "<think>\n\n</think>\n\n d<|im_end|>"], 0)
+
+
+def test_a_thinking_that_was_passed_over_is_kept_to_the_letter():
+    # what a server is made to go on from, where its target shall not think
+    text, spans, _ = tokenized(R1, turns("a", "<think>\n\n</think>\n\ny"), "</s>")
+    assert (text, spans) == ("<s><|User|>a<|Assistant|><think>\n\n</think>\n\ny</s>", ["\n</think>\n\ny</s>"])
+
+
 def test_without_thinking_earlier_turns_stand_behind_another_prompt_and_get_no_loss():
     _, spans, unsupervised = tokenized(QWEN3, turns("a", "b", "c", "d"), values={"enable_thinking": False})
     assert spans == ["d<|im_end|>"]

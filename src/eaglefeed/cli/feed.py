@@ -118,6 +118,10 @@ def feed(
         return
     if epoch is not None or seed is not None:
         raise ConfigError("conversations are fed into the first epoch", subject="--epoch, --seed", fix="pass --replay")
+    _feed_file(settings, conversations, dry_run=dry_run, as_json=as_json)
+
+
+def _feed_file(settings: Settings, conversations: Path, *, dry_run: bool, as_json: bool) -> None:
     report = ReadReport()
     with _spooled() as spool, opened_store(settings) as shards:
         with refusal_told(report, conversations, as_json=as_json):
@@ -144,12 +148,15 @@ def feed(
             note_whole(queues.samples, file)
             if not settings.feed.keep_open and not waits_for_others(queues, is_new=fed.queued > 0):
                 _close(queues)
-    document |= asdict(fed) | {"run": settings.run.id}
-    told = f"run {settings.run.id}: queued {fed.queued} items, {fed.known} were queued before"
-    told += f", {fed.produced} have their samples already" if fed.produced else ""
-    emit(as_json, document, [told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")])
+    emit(as_json, document | asdict(fed) | {"run": settings.run.id}, [_told(settings.run.id, fed)])
     if fed.conflicts:
         raise typer.Exit(_CONFLICTS_CODE)
+
+
+def _told(run: str, fed: Fed) -> str:
+    told = f"run {run}: queued {fed.queued} items, {fed.known} were queued before"
+    told += f", {fed.produced} have their samples already" if fed.produced else ""
+    return told + (f", {len(fed.conflicts)} with another content" if fed.conflicts else "")
 
 
 def _check_replay(conversations: Path | None, shaping: list[str], *, replay: bool) -> None:
@@ -187,7 +194,7 @@ def _tokenize(settings: Settings, path: Path, report: ReadReport, spool: IO[byte
     remote = target.trust_remote_code
     sizes = target_sizes(target.name, target.cache_dir, trust_remote_code=remote, engine=target.engine)
     reader = PromptReader(settings, max_positions=sizes.max_positions, vocab_size=sizes.vocab_size)
-    mapping = vocabulary_map(settings, reader.tokenizer_fingerprint)
+    mapping = vocabulary_map(settings, reader.tokenizer_fingerprint, vocab_size=sizes.vocab_size)
     produce, draft_size = settings.produce, mapping.draft_vocab_size if mapping else 0
     encoding = Encoding(produce.supervision, produce.aux_storage, produce.supervision_rows, draft_size)
     items = tokens = total = largest = 0

@@ -71,12 +71,12 @@ def target_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
     )
 
 
-def vocabulary_map(settings: Settings, fingerprint: str) -> "VocabMapping | None":
+def vocabulary_map(settings: Settings, fingerprint: str, *, vocab_size: int | None = None) -> "VocabMapping | None":
     """The map that samples are projected with; None for full logits, and for last hidden states without one.
 
     Raises:
         ConfigError: target_probs without a map.
-        SchemaError: it is no map, or one of another tokenizer than that with this fingerprint.
+        SchemaError: it is no map, or one of another tokenizer than that with this fingerprint, or of another V.
     """
     produce = settings.produce
     if produce.supervision == "logits" or (produce.supervision == "last_hidden_states" and produce.vocab is None):
@@ -86,7 +86,7 @@ def vocabulary_map(settings: Settings, fingerprint: str) -> "VocabMapping | None
         raise ConfigError("target_probs need a vocabulary map", subject="produce.vocab", fix=fix)
     from eaglefeed.schema.vocab import VocabMapping
 
-    return VocabMapping.load(produce.vocab).of_tokenizer(fingerprint)
+    return VocabMapping.load(produce.vocab, vocab_size=vocab_size).of_tokenizer(fingerprint)
 
 
 class _Captured(Protocol):

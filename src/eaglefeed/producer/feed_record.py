@@ -96,13 +96,14 @@ def note_whole(samples: LeaseQueue, file: str) -> None:
 
 
 def unfinished(samples: LeaseQueue, instance: str) -> list[str]:
-    """Names of the files whose feed has not come to its end: it was killed, or is under way."""
-    agreed = samples.agreed()
-    begun = {name: each for name, each in agreed.items() if name.startswith(f"{_FILE}{instance}:")}
-    whole = {name.rpartition(":")[0] for name in begun if _WHOLE + name in agreed}
-    return sorted(
-        each.decode().partition(" ")[2] for name, each in begun.items() if name.rpartition(":")[0] not in whole
-    )
+    """Names of the files whose feed has not come to its end, as they were at last: it was killed, or is under way."""
+    agreed, latest = samples.agreed(), dict[str, int]()
+    for name in agreed:
+        if name.startswith(f"{_FILE}{instance}:"):
+            file, _, size = name.rpartition(":")
+            latest[file] = max(latest.get(file, 0), int(size))
+    begun = [f"{file}:{size}" for file, size in latest.items()]
+    return sorted(agreed[name].decode().partition(" ")[2] for name in begun if _WHOLE + name not in agreed)
 
 
 def _digests(path: Path, sizes: dict[int, str]) -> tuple[int, dict[int, str]]:

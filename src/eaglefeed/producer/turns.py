@@ -18,7 +18,8 @@ Span = tuple[int, int]
 """Two places in a text: where it begins, and where it has ended."""
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _OPEN_THINKING = re.compile(r"<[^<>/]*think[^<>/]*>\s*\Z")
-_EMPTY_THINKING = re.compile(r"\A\s*<([^<>/]*think[^<>/]*)>\s*</\1>\s*")
+_EMPTY_THINKING = re.compile(r"\A\s*<([^<>/]*think[^<>/]*)>\s*</\1>\n*")
+_NO_THINKING = re.compile(r"<([^<>/]*think[^<>/]*)>\s*</\1>\s*\Z")
 _TAG = re.compile(r"<[^<>]+>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_RENDERED = 512
@@ -101,7 +102,8 @@ class AssistantTurns:
         if not (whole.startswith(prompt) and text.startswith(prompt)):
             return None
         message, start = self._chat.messages[index], len(prompt)
-        if not _is_as_written(message, whole[start:], index):
+        content = _beyond_no_thinking(prompt, message["content"])
+        if not _is_as_written(message | {"content": content}, whole[start:], index):
             return None
         for end in self._ends(whole):
             # Some templates put an empty thinking before the last answer, and nothing there once it is an earlier one.
@@ -163,6 +165,8 @@ class AssistantTurns:
         except RowFault:  # so it is not for the answer's sake
             raise fault from None
         content = _behind(prompt, message["content"])
+        if (closed := _NO_THINKING.search(prompt)) and content.lstrip().startswith(f"<{closed[1]}>"):
+            raise RowFault(f"the answer has thinking: its prompt holds an empty <{closed[1]}> already")
         closing = _closing(prompt, content)
         if not found or (closing and not self._chat.cut_off):
             why = f"the answer has no thinking: its prompt opens one, and no {closing} is in it"
@@ -209,9 +213,15 @@ def _closing(prompt: str, content: str) -> str:
     return "" if closing in content else closing
 
 
+def _beyond_no_thinking(prompt: str, content: str) -> str:
+    """The answer without an empty thinking, where its prompt holds that already."""
+    return _EMPTY_THINKING.sub("", content) if _NO_THINKING.search(prompt) else content
+
+
 def _behind(prompt: str, content: str) -> str:
     """The answer as it goes on from its prompt, which may have opened the thinking already."""
-    opened = _OPEN_THINKING.search(prompt)
-    if opened and content.lstrip().startswith(opened[0].strip()):
-        return content.lstrip().removeprefix(opened[0].strip()).lstrip("\n")
-    return content
+    opened, written = _OPEN_THINKING.search(prompt), content.lstrip()
+    if opened is None or not written.startswith(opened[0].strip()):
+        return content
+    same = written.removeprefix(opened[0])
+    return same if same != written else written.removeprefix(opened[0].strip()).lstrip("\n")
