@@ -36,33 +36,11 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
-    "BuffersHeld",
-    "ConfigError",
-    "ContractMismatch",
-    "EaglefeedError",
-    "IdConflict",
-    "InputError",
-    "NoProducers",
-    "PeerGone",
-    "QueueClosed",
-    "QueueDrained",
-    "QueueError",
-    "QueueFull",
-    "QueueUnavailable",
-    "RankGone",
-    "SampleCorrupt",
-    "SampleDenied",
-    "SampleMissing",
-    "SchemaError",
-    "SchemaVersionError",
-    "StaleLease",
-    "StorageError",
-    "StoreFull",
-    "TargetError",
-    "TargetMismatch",
-    "TargetUnavailable",
-    "UnsafeServer",
-]
+    "BuffersHeld", "ConfigError", "ContractMismatch", "EaglefeedError", "IdConflict", "InputError", "NoProducers",
+    "PeerGone", "QueueClosed", "QueueDrained", "QueueError", "QueueFull", "QueueUnavailable", "RankGone",
+    "SampleCorrupt", "SampleDenied", "SampleMissing", "SchemaError", "SchemaVersionError", "StaleLease", "StorageError",
+    "StoreFull", "TargetError", "TargetMismatch", "TargetUnavailable", "UnsafeServer",
+]  # fmt: skip
 
 _LOGIN = re.compile(r"://[^/\s]+@")
 

@@ -4,10 +4,10 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
-from eaglefeed.setting_kinds import RoleAliases, TemplateValues
+from eaglefeed.setting_kinds import GroupName, Groups, RoleAliases, TemplateValues, as_words
 
 __all__ = [
     "AccessSection",
@@ -21,24 +21,6 @@ __all__ = [
     "StoreSection",
     "TargetSection",
     "TrainSection",
-]
-
-
-def _words(value: object) -> object:
-    """Accept the list [a, b] and its spellings "a,b" and "[a, b]"."""
-    parts = [part for part in value.strip("[] ").split(",") if part] if isinstance(value, str) else value
-    return tuple(str(part).strip(" '\"") for part in parts) if isinstance(parts, list | tuple) else parts
-
-
-def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(names)) != len(names):
-        raise ValueError("a name is listed twice")
-    return names
-
-
-GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Groups = Annotated[
-    tuple[GroupName, ...], Field(min_length=1), NoDecode, BeforeValidator(_words), AfterValidator(_distinct)
 ]
 
 
@@ -140,7 +122,7 @@ class TargetSection(_Section):
     """Kind of number it computes in."""
     device: str = "cpu"
     """Device of torch it runs on: cpu, cuda, cuda:1."""
-    aux_layer_ids: Annotated[tuple[int, int, int] | None, NoDecode, BeforeValidator(_words)] = None
+    aux_layer_ids: Annotated[tuple[int, int, int] | None, NoDecode, BeforeValidator(as_words)] = None
     """Three 0-based decoder layers whose outputs are taken; for L layers 1, L // 2 - 1, L - 4 by default."""
     cache_dir: Path = Path("~/.cache/eaglefeed")
     """Where a converted GGUF is kept."""
@@ -304,12 +286,12 @@ class TrainSection(_Section):
     """How long no producer must have lived for that."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 21_600.0
     """How long the run's first sample is waited for, while conversations are tokenized and the target loads; remote:
-    how long a target server that does not answer yet, or is not ready."""
+    how long a target server that is not ready; one that does not answer at all, at most half an hour."""
     target_backend: Literal["stream", "colocated", "remote"] = "stream"
     """Where batches come from: the run's queue, a target in this process, or target servers."""
     target_prefetch_depth: Annotated[int, Field(ge=0)] = 1
     """remote: samples asked for ahead of the step."""
-    remote_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_words)] = ()
+    remote_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(as_words)] = ()
     """remote: the target servers, http://HOST:PORT."""
     remote_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """remote: how long an answer may take."""
@@ -317,7 +299,9 @@ class TrainSection(_Section):
     """remote: how tensors travel; auto is nccl to a GPU, else http."""
     collective_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long ranks wait for each other before they name the missing one."""
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], NoDecode, BeforeValidator(_words)] = ()
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "wandb", "trackio"], ...], NoDecode, BeforeValidator(as_words)
+    ] = ()
     """Where figures go besides history.jsonl."""
     report_every: Annotated[int, Field(gt=0)] = 10
     """Steps between reports."""

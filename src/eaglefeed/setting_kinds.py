@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic_settings import NoDecode
 
-__all__ = ["RoleAliases", "TemplateValues"]
+__all__ = ["GroupName", "Groups", "RoleAliases", "TemplateValues", "as_words"]
 
 _OF_A_CONVERSATION = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
 
@@ -38,3 +38,21 @@ def _pairs(value: object) -> object:
 
 RoleAliases = Annotated[dict[str, Literal["system", "user", "assistant", "tool"]], NoDecode, BeforeValidator(_pairs)]
 """A role's name in the rows → the role it is."""
+
+
+def as_words(value: object) -> object:
+    """Accept the list [a, b] and its spellings "a,b" and "[a, b]"."""
+    parts = [part for part in value.strip("[] ").split(",") if part] if isinstance(value, str) else value
+    return tuple(str(part).strip(" '\"") for part in parts) if isinstance(parts, list | tuple) else parts
+
+
+def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) != len(names):
+        raise ValueError("a name is listed twice")
+    return names
+
+
+GroupName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Groups = Annotated[
+    tuple[GroupName, ...], Field(min_length=1), NoDecode, BeforeValidator(as_words), AfterValidator(_distinct)
+]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from eaglefeed.errors import ContractMismatch, SampleCorrupt, SchemaError
+from eaglefeed.schema.batch import Eagle3TargetBatch
 from eaglefeed.schema.contract import ASSETS_FILE, RunContract
 from eaglefeed.schema.eagle3_compact import EAGLE3_COMPACT_SUPERVISION
 from eaglefeed.schema.head import LogitRule, head_digest
 from eaglefeed.schema.refs import SampleRef
 
-__all__ = ["TargetHead", "head_of_run"]
+__all__ = ["TargetHead", "as_trained_on", "head_of_run"]
 
 _CHUNK_ROWS = 256
 _LAST, _ARGMAX = EAGLE3_COMPACT_SUPERVISION
@@ -100,6 +101,13 @@ class TargetHead:
         mask = (self._t2d[best.long()] & loss)[..., None]
         made = {_LAST: ("target_probs", probs), _ARGMAX: ("position_mask", mask)}
         return dict(made.get(name, (name, tensor)) for name, tensor in features.items())
+
+
+def as_trained_on(batch: Eagle3TargetBatch, head: TargetHead | None) -> Eagle3TargetBatch:
+    """What a draft reads. Not made earlier: probabilities take several times the room of last hidden states."""
+    if head is None:
+        return batch
+    return Eagle3TargetBatch(**head.expand(batch.tensors()), sample_ids=batch.sample_ids)
 
 
 def head_of_run(

@@ -11,7 +11,7 @@ import torch
 
 from eaglefeed.clock import SYSTEM_CLOCK, Clock
 from eaglefeed.consumer.empty import empty_batch
-from eaglefeed.consumer.expand import TargetHead
+from eaglefeed.consumer.expand import TargetHead, as_trained_on
 from eaglefeed.consumer.feeding import Feeder, IdleAsked, Ready
 from eaglefeed.consumer.gathering import Due, Over
 from eaglefeed.consumer.holdings import LeaseTerms
@@ -178,7 +178,10 @@ class RoundStream:
         entry, is_there = found
         first = self._ranks.rank * n
         mine = is_there[first : first + n]
-        batches = [self._ready(batch, there) for batch, there in zip(entry.batches, mine, strict=True)]
+        batches = [
+            as_trained_on(batch.to(self._device), self._head) if batch is not None and there else self._empty
+            for batch, there in zip(entry.batches, mine, strict=True)
+        ]
         # Not earlier: what an error keeps from the loop, the loop's next ack must not settle.
         self.round_ids = tuple(each for each, there in zip(entry.ids, is_there, strict=True) if there)
         if self._queue is not None:
@@ -314,12 +317,3 @@ class RoundStream:
             self._over = Over()
             return [False] * len(is_there)
         return is_there
-
-    def _ready(self, batch: Eagle3TargetBatch | None, there: bool) -> Eagle3TargetBatch:
-        """What a draft reads. Not made earlier: probabilities take several times the room of last hidden states."""
-        if batch is None or not there:
-            return self._empty
-        batch = batch.to(self._device)
-        if self._head is None:
-            return batch
-        return Eagle3TargetBatch(**self._head.expand(batch.tensors()), sample_ids=batch.sample_ids)

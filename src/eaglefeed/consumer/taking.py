@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from eaglefeed.clock import Clock
-from eaglefeed.consumer.expand import TargetHead
+from eaglefeed.consumer.expand import TargetHead, as_trained_on
 from eaglefeed.consumer.holdings import Sample, StreamStats
 from eaglefeed.consumer.prefetch import End, Prefetcher
 from eaglefeed.consumer.settling import Settler
@@ -89,7 +89,7 @@ class Taker:
         taken: list[Eagle3TargetBatch] = []
         names: list[tuple[int, str, int]] = []
         while len(taken) < n and (sample := self._next(linger_s if taken else wait_s, heed_commit)):
-            taken.append(self._ready(sample.batch.to(self._device)))
+            taken.append(as_trained_on(sample.batch.to(self._device), self._head))
             names.append((sample.token, sample.ref.sample_id, sample.delivery_count))
         # Not earlier: what an error keeps from the loop, the loop's next ack must not settle.
         for token, sample_id, delivery_count in names:
@@ -98,12 +98,6 @@ class Taker:
             self._stats.redelivered += delivery_count > 1
         self.ids = tuple(sample_id for _, sample_id, _ in names)
         return taken
-
-    def _ready(self, batch: Eagle3TargetBatch) -> Eagle3TargetBatch:
-        """What a draft reads. Not made earlier: probabilities take several times the room of last hidden states."""
-        if self._head is None:
-            return batch
-        return Eagle3TargetBatch(**self._head.expand(batch.tensors()), sample_ids=batch.sample_ids)
 
     def _next(self, timeout_s: float | None, heed_commit: bool) -> Sample | None:
         self._renewer.progress()
