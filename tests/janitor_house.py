@@ -8,6 +8,7 @@ import samples as made
 from eaglefeed.producer.ledger import QueueLedger, register
 from eaglefeed.queue.base import Lease, LeaseQueue, QueueItem
 from eaglefeed.queue.memory import MemoryLeaseQueue, MemoryServer
+from eaglefeed.schema.contract import CONTRACT_FILE
 from eaglefeed.schema.refs import SampleRef, decode_ref, encode_ref
 from eaglefeed.storage.base import key_of
 from eaglefeed.storage.janitor import Collected, collect
@@ -52,6 +53,7 @@ class House:
         """Lease a prompt as a producer does, and write its shard; no hand-off yet."""
         self.run.feed(*(prompts or [ONE]), close=False)
         register(self.store, self.run.samples, self.run_id)
+        self.store.put_document(CONTRACT_FILE, pipeline.contract(max_length=16).to_json())
         held = lease(self.run.prompts)
         return held, self.write(held.items[0].id, held.token)
 

@@ -76,7 +76,7 @@ def make_and_vanish(run: PeerRun, store: KeepingStore, *prompts: Prompt) -> None
     run.feed(*prompts, close=False)
     mine, run.store = run.store, store
     stop, doomed = threading.Event(), run.worker(name="doomed")
-    doomed._leave = lambda: None  # type: ignore[method-assign]
+    doomed._leave = lambda _why: None  # type: ignore[method-assign]
     doomed._keeper.is_needed = lambda **_: False  # type: ignore[method-assign]
     thread = in_thread(lambda: doomed.run(stop))
     wait_until(lambda: run.held == len(prompts))

@@ -1,5 +1,6 @@
 """Ports: those that are chosen by themselves are never the same; one is free again once its holder is dead."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -88,7 +89,8 @@ threading.Event().wait()
 @contextmanager
 def holder(port: int, place: int) -> Iterator[tuple["subprocess.Popen[str]", int, int]]:
     words = [sys.executable, "-c", PROGRAM, str(port), str(place)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             first, second = map(int, process.stdout.readline().split())

@@ -229,7 +229,7 @@ def test_a_trainer_that_was_killed_gets_what_no_checkpoint_holds_and_its_produce
         held = {sample_id for batch in stream.take(4) for sample_id in batch.sample_ids}
         stream.stop()
         stream._taker.join(10)
-        stream._holdings.drain()  # what a killed process holds stays leased
+        stream._queue.holdings.drain()  # what a killed process holds stays leased
     assert run.produce(name="again").produced == 0
     assert run.target.calls == 100
     rest = []

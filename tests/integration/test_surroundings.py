@@ -19,9 +19,9 @@ ODD_NAME = "rows of Zoë 😀.jsonl"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a file of an odd name that is no shard, and a run whose queue's server lives."""
+    """A folder with a file of an odd name with a row that is none, and a run whose queue's server lives."""
     folder = tmp_path_factory.mktemp("here")
-    write_rows(folder / ODD_NAME, [conversation(index) for index in range(3)])
+    write_rows(folder / ODD_NAME, [conversation(0), {"text": "no turns"}, conversation(1)])
     (folder / "run.yaml").write_bytes(b"\xef\xbb\xbfrun:\r\n  id: r\r\nfeed:\r\n  max_length: 32\r\n")
     with run_server(folder / "runs" / "r"):
         yield folder
@@ -59,7 +59,7 @@ CHECKED = f"-m eaglefeed validate '{ODD_NAME}'"
 def test_a_terminal_that_cannot_show_a_files_name_changes_no_outcome(environment: dict[str, str], place: Path) -> None:
     ended = shell_line(place, f'exec "$0" {CHECKED}', **environment)
     assert ended.returncode == 3, ended.stderr
-    assert "1 checked, 1 with faults" in ended.stdout
+    assert "3 checked, 1 with faults" in ended.stdout
     assert "Traceback" not in ended.stderr
     assert "rows of Zo" in ended.stdout
 

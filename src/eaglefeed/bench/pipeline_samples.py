@@ -65,12 +65,17 @@ def make_batch(load: Load) -> Eagle3TargetBatch:
     probs = torch.randn(1, load.tokens, load.draft_vocab, generator=draw).softmax(-1) * loss[..., None]
     return Eagle3TargetBatch(
         aux_hidden_states=torch.randn(1, load.tokens, 3 * load.hidden, generator=draw).to(dtype),
-        input_ids=shift_left(torch.randint(load.draft_vocab, (1, load.tokens), generator=draw)),
+        input_ids=shift_left(_ids(load)),
         attention_mask=real,
         loss_mask=loss,
         target_probs=probs.to(dtype),
         position_mask=loss.bool()[..., None],
     )
+
+
+def _ids(load: Load) -> Tensor:
+    """The tokens of every prompt, [1, S] int64."""
+    return torch.randint(load.draft_vocab, (1, load.tokens), generator=torch.Generator().manual_seed(8))
 
 
 def contract_of(load: Load) -> RunContract:
@@ -93,7 +98,7 @@ def contract_of(load: Load) -> RunContract:
 
 def prompts_of(load: Load) -> list[QueueItem]:
     """A prompt for each sample."""
-    row = PromptRow((0,) * load.tokens, (1,) * load.tokens)
+    row = PromptRow(tuple(_ids(load)[0].tolist()), (1,) * load.tokens)
     prompts = [
         Prompt(
             sample_id=f"p-{number}",
