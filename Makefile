@@ -1,6 +1,6 @@
 # make demo: install and run the main job to its end.  make test: install what the tests need and pass them.
 # Variables: VENV, PYTHON, TORCH_INDEX (PyTorch's CPU index, where pip does not find torch's CPU build by itself), WORKERS (of
-# the tests; a file's run in one).
+# the tests; a file's run in one, and files in the order of their folders: the longest ones begin early).
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -19,7 +19,7 @@ demo: install
 
 test: install-dev
 	scripts/check $(VENV)
-	folder=$$(mktemp -d /tmp/ef.XXXX) && $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --basetemp $$folder \
+	folder=$$(mktemp -d /tmp/ef.XXXX) && $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --basetemp $$folder \
 	  && rm -r $$folder
 
 # The property tests with other inputs every time; `make test` takes the same ones, so that a change fails by its own fault.

@@ -32,6 +32,7 @@ __all__ = ["TargetSource", "target_source"]
 
 T = TypeVar("T")
 
+_LISTEN_S = 1800.0  # a server listens once its target is loaded
 _SERVE_FIX = "start `eaglefeed serve-target` with {}"
 _NAME_FIX = "pass with --target what the servers serve: its tokenizer and chat template are read from there"
 
@@ -139,7 +140,7 @@ def _remote(settings: Settings) -> "Iterator[_Opened]":
     )
     with closing(target):
         started = partial(_started, train.start_timeout_s)
-        info = ModelInfo(**started(target.model_info))
+        info = ModelInfo(**_started(min(_LISTEN_S, train.start_timeout_s), target.model_info))
         compare_target(settings, info, "the servers' target has another value", _SERVE_FIX)
         started(target.check_ready)
         yield _Opened(_common_name(settings.target.name, info.target), target, info, started(target.target_assets))
