@@ -17,11 +17,11 @@ from eaglefeed.consumer.gathering import Due, Fault, Gatherer, Held, Over, Round
 from eaglefeed.consumer.leasing import reason_of
 from eaglefeed.consumer.materialize import Materializer
 from eaglefeed.consumer.ranks import Ranks
-from eaglefeed.consumer.store_outage import is_of_store
 from eaglefeed.consumer.together import pack_error, require_alike, unpack_error
 from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, PeerGone
 from eaglefeed.logs import get_logger
 from eaglefeed.schema.batch import Eagle3TargetBatch
+from eaglefeed.storage.away import is_of_store
 
 __all__ = ["Feeder", "Idle", "IdleAsked", "Ready"]
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 from eaglefeed.clock import Clock
 from eaglefeed.consumer.gone import GoneProducers
 from eaglefeed.consumer.holdings import LeaseTerms, StreamStats, bear_outage
-from eaglefeed.consumer.store_outage import StoreOutage
 from eaglefeed.consumer.waiting import Waiting
 from eaglefeed.errors import NoProducers, PeerGone, QueueUnavailable, StorageError
 from eaglefeed.logs import get_logger
@@ -15,6 +14,7 @@ from eaglefeed.queue.base import DrainState, Lease, LeasedItem, LeaseQueue, NoLe
 from eaglefeed.queue.holdings import Holdings
 from eaglefeed.queue.rules import last_error
 from eaglefeed.schema.refs import decode_ref
+from eaglefeed.storage.away import StoreOutage
 
 __all__ = ["Leaser", "reason_of"]
 

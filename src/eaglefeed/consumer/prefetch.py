@@ -7,10 +7,10 @@ from typing import NamedTuple
 from eaglefeed.consumer.holdings import Sample
 from eaglefeed.consumer.leasing import Leaser, reason_of
 from eaglefeed.consumer.materialize import Materializer
-from eaglefeed.consumer.store_outage import is_of_store
 from eaglefeed.errors import BuffersHeld, ConfigError, EaglefeedError, PeerGone
 from eaglefeed.logs import get_logger
 from eaglefeed.queue.base import DrainState, Lease, LeasedItem
+from eaglefeed.storage.away import is_of_store
 
 __all__ = ["End", "Prefetcher"]
 

@@ -5,15 +5,11 @@ from typing import TypeVar
 
 from eaglefeed.clock import Clock
 from eaglefeed.errors import IdConflict, StaleLease, StorageError, StoreFull
-from eaglefeed.logs import get_logger
+from eaglefeed.storage.away import StoreOutage
 
 __all__ = ["StoreAway", "StoreWatch"]
 
 T = TypeVar("T")
-
-_ITEMS = 3
-
-log = get_logger(__name__)
 
 
 class StoreAway(Exception):
@@ -30,16 +26,14 @@ class StoreAway(Exception):
 
 
 class StoreWatch:
-    """Takes a store to be away after retryable errors on three items with no success between, until a put succeeds.
+    """Tells errors of a producer's store from those of its items.
 
     Args:
-        clock: measures for how long.
+        clock: measures for how long the store is away.
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._failed: set[str] = set()
-        self._since_s: float | None = None
+        self._outage = StoreOutage(clock)
 
     def put(self, item_id: str, step: Callable[[], T]) -> T:
         """The result of an item's put and hand-off; its errors pass.
@@ -50,17 +44,14 @@ class StoreWatch:
         try:
             result = step()
         except (StaleLease, IdConflict, StoreFull):  # the store answered: these come after a put, or are its word
-            self._answered()
+            self._outage.answered()
             raise
         except StorageError as error:
-            if not error.retryable:
+            away_s = self._outage.note(item_id, str(error)) if error.retryable else None
+            if away_s is None:
                 raise
-            if self._since_s is None:
-                self._failed.add(item_id)
-                if len(self._failed) < _ITEMS:
-                    raise
-            raise self._away(error) from None
-        self._answered()
+            raise StoreAway(error, away_s) from None
+        self._outage.answered()
         return result
 
     def document(self, step: Callable[[], T]) -> T:
@@ -74,16 +65,4 @@ class StoreWatch:
         except StorageError as error:
             if isinstance(error, StoreFull) or not error.retryable:
                 raise
-            raise self._away(error) from None
-
-    def _away(self, error: StorageError) -> StoreAway:
-        if self._since_s is None:
-            self._since_s = self._clock.monotonic()
-            log.error("store_away", reason=str(error))
-        return StoreAway(error, self._clock.monotonic() - self._since_s)
-
-    def _answered(self) -> None:
-        if self._since_s is not None:
-            log.warning("store_back", away_s=self._clock.monotonic() - self._since_s)
-        self._since_s = None
-        self._failed.clear()
+            raise StoreAway(error, self._outage.away_s(str(error))) from None

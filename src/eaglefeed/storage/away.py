@@ -1,4 +1,4 @@
-"""Tells a store that is away from samples that cannot be read: an outage must not use up their attempts."""
+"""Tells a store that is away from items that fail: an outage must not use up their attempts."""
 
 from eaglefeed.clock import Clock
 from eaglefeed.errors import EaglefeedError, PeerGone, SampleMissing, StorageError
@@ -17,7 +17,7 @@ def is_of_store(error: EaglefeedError) -> bool:
 
 
 class StoreOutage:
-    """Takes a store to be away after such errors on three samples with no success between, until one is read.
+    """Takes a store to be away after such errors on three items with no success between, until one succeeds.
 
     Args:
         clock: measures for how long.
@@ -29,17 +29,21 @@ class StoreOutage:
         self._since_s: float | None = None
 
     def note(self, item_id: str, reason: str) -> float | None:
-        """A sample could not be read; for how long the store has been away, None while it is not taken to be."""
+        """An item failed; for how long the store has been away, None while it is not taken to be."""
         self._failed.add(item_id)
-        if len(self._failed) < _ITEMS:
+        if self._since_s is None and len(self._failed) < _ITEMS:
             return None
+        return self.away_s(reason)
+
+    def away_s(self, reason: str) -> float:
+        """For how long the store has been away, which it is from now on at the latest."""
         if self._since_s is None:
             self._since_s = self._clock.monotonic()
             log.error("store_away", reason=reason)
         return self._clock.monotonic() - self._since_s
 
     def answered(self) -> None:
-        """A sample was read."""
+        """An item was read or written."""
         if self._since_s is not None:
             log.warning("store_back", away_s=self._clock.monotonic() - self._since_s)
         self._since_s = None
