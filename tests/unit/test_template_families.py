@@ -22,7 +22,7 @@ from chat_templates import (
 )
 from eaglefeed.producer.chat import Chat, RowFault
 from eaglefeed.producer.masking import tokenize_chat
-from tiny_target import turns
+from tiny_target import CHATML, turns
 
 FOUR = turns("a", "b", "c", "d e")
 THINKING = turns("a", "<think>t1</think>x", "b", "<think>t2</think>y")
@@ -123,6 +123,22 @@ def test_an_end_behind_the_end_of_turn_is_not_the_targets():
 
 def test_an_end_behind_an_answer_that_ends_in_a_special_token_is_the_targets():
     assert tokenized(VICUNA, turns("a", "x<|im_start|>"), "</s>")[2] == ["x<|im_start|></s>"]
+
+
+@pytest.mark.parametrize("messages", [FOUR, turns("a", "b"), [SYSTEM, *FOUR]])
+@pytest.mark.parametrize("header", ["<|im_start|>assistant\n", "### Response:\n"])
+def test_a_template_that_adds_a_header_behind_every_text_rejects_the_row(header: str, messages: list[dict[str, Any]]):
+    template = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}").replace(
+        "<|im_start|>assistant\n", header
+    )
+    with pytest.raises(RowFault, match=r"adds an answer's header .* \(add_generation_prompt\)"):
+        tokenized(template, messages)
+
+
+@pytest.mark.parametrize(("behind", "end"), [("<|im_end|>\\n", "<|im_end|>"), ("</s>", "</s>")])
+def test_a_template_that_knows_no_generation_prompt_is_taken(behind: str, end: str):
+    template = "{% for m in messages %}{{ m.content + '" + behind + "' }}{% endfor %}"
+    assert tokenized(template, turns("a", "b", "c", "d"), "</s>")[2] == ["b" + end, "d" + end]
 
 
 def test_a_prompt_that_changes_as_the_conversation_grows_leaves_earlier_answers_without_loss():

@@ -22,7 +22,7 @@ _EMPTY_THINKING = re.compile(r"\A\s*<([^<>/]*think[^<>/]*)>\s*</\1>\n*")
 _NO_THINKING = re.compile(r"<([^<>/]*think[^<>/]*)>\s*</\1>\s*\Z")
 _TAG = re.compile(r"<[^<>]+>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_MAX_RENDERED = 512
+_MAX_RENDERED, _FEW = 512, 4
 
 
 class AssistantTurns:
@@ -56,6 +56,7 @@ class AssistantTurns:
             return self._as_written(index, prompt, fault)
         self._require_tool_calls(text)
         whole = self._whole(index)
+        self._require_no_header(index, prompt, whole)
         self._always_closes = self._closes_every_text(whole, index)
         span = self._span(index, prompt, whole, text)
         if span and self._chat.cut_off:
@@ -129,6 +130,20 @@ class AssistantTurns:
         except RowFault:
             return False
         return asked.startswith(bare) and not asked.startswith(full)
+
+    def _require_no_header(self, index: int, prompt: str, whole: str) -> None:
+        """Refuse a template that puts an answer's header behind every text: it would be taken for the turn's end."""
+        if not whole.rstrip().endswith(prompt.rstrip()[-_FEW:]):  # most templates, without a rendering
+            return
+        turns = [*self._chat.messages[:index], self._chat.messages[index] | {"content": SENTINEL}]
+        try:
+            asked, plain = (self._rendered(turns, as_prompt=as_prompt) for as_prompt in (True, False))
+            further = self._rendered([*turns, {"role": "user", "content": "x"}])
+        except RowFault:
+            return
+        end, further_end = (text.rpartition(SENTINEL)[2].rstrip() for text in (plain, further))
+        if asked == plain and SENTINEL in plain and not further_end.startswith(end.removesuffix(self._eos).rstrip()):
+            raise RowFault("the template adds an answer's header also where none is asked for (add_generation_prompt)")
 
     def _require_tool_calls(self, text: str) -> None:
         turns = self._chat.messages
