@@ -117,6 +117,19 @@ TOOLS_AT_THE_LAST_USER = (
 )
 """The tools stand before the last user turn, wherever that is; call ids have nine characters."""
 
+RESULTS_NEED_A_CALL = (
+    "{%- set ns = namespace(name='') %}{%- for m in messages %}{%- if m.tool_calls %}"
+    "{%- set ns.name = m.tool_calls[0].function.name %}"
+    "{{- '<|start|>assistant to=' + ns.name + '<|message|>' }}"
+    "{{- m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+    "{%- elif m.role == 'tool' %}{%- if not ns.name %}"
+    "{{- raise_exception('Message has tool role, but there was no previous assistant message with a tool call!') }}"
+    "{%- endif %}{{- '<|start|>' + ns.name + '<|message|>' + m.content + '<|end|>' }}"
+    "{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
+)
+"""A result takes its name from the call before it, and is refused without one."""
+
 FIRST_USER_ONLY = (
     "{% if not messages | selectattr('role', 'equalto', 'user') | list %}"
     "{{ raise_exception('No user query found in messages.') }}{% endif %}"

@@ -14,6 +14,7 @@ from chat_templates import (
     MISTRAL,
     PHI3,
     QWEN3,
+    RESULTS_NEED_A_CALL,
     TAGGED_THINKING,
     TOOLS_AT_THE_LAST_USER,
     VICUNA,
@@ -180,8 +181,9 @@ def tool_chat(**call: Any) -> list[dict[str, Any]]:
             ],
         ),
         (TOOLS_AT_THE_LAST_USER, "</s>", ['[CALLS][{"name": "f", "arguments": {"k": "v"}}]</s>', "done</s>"]),
+        (RESULTS_NEED_A_CALL, "<|end|>", [' to=f<|message|>{"k": "v"}<|call|>', "<|message|>done<|end|>"]),
     ],
-    ids=["xml", "json"],
+    ids=["xml", "json", "results that need a call"],
 )
 def test_tool_calls_are_supervised_as_the_family_writes_them_and_results_are_not(
     template: str, eos: str, spans: list[str]

@@ -12,6 +12,16 @@ from tiny_target import CHATML, turns
 
 THINKING = turns("a", "<think>t1</think>x", "b", "<think>t2</think>y")
 ALWAYS_THINKS = QWEN3.replace("{%- if enable_thinking", "{{- '<think>\n' }}{%- if enable_thinking")
+READS_IT_BESIDE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+TAGGED_OPENS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
 UPPER = CHATML.replace("m['content']", "m['content'] | upper")
 
 
@@ -59,6 +69,22 @@ def test_thinking_that_the_template_would_drop_rejects_the_row():
 
 def test_empty_thinking_beside_the_content_is_none():
     assert tokenized(CHATML, given_beside("y", ""))[1] == ["y<|im_end|>"]
+
+
+def test_thinking_in_the_content_is_not_put_behind_an_empty_one():
+    text, spans, unsupervised = tokenized(READS_IT_BESIDE, THINKING)
+    assert spans == ["t2</think>y<|im_end|>"]
+    assert text.endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n<think>\nt2</think>y<|im_end|>\n")
+    assert unsupervised == 1
+    _, spans, _ = tokenized(READS_IT_BESIDE, given_beside("y", "t2"))
+    assert spans == ["t2\n</think>\n\ny<|im_end|>"]
+
+
+def test_of_a_template_with_generation_tags_an_answer_may_open_the_thinking_that_its_prompt_opens():
+    messages = turns("a", "<think>\nt1\n</think>\nx", "b", "<think>\nt2\n</think>\ny")
+    _, spans, unsupervised = tokenized(TAGGED_OPENS, messages)
+    assert spans == ["t1\n</think>\nx<|im_end|>", "t2\n</think>\ny<|im_end|>"]
+    assert unsupervised == 0
 
 
 def test_without_thinking_its_empty_form_is_the_prompts_and_not_trained_on():

@@ -104,7 +104,7 @@ class AssistantTurns:
             return None
         message, start = self._chat.messages[index], len(prompt)
         content = _beyond_no_thinking(prompt, message["content"])
-        if not _is_as_written(message | {"content": content}, whole[start:], index):
+        if not _is_as_written(message | {"content": content}, prompt, whole[start:], index):
             return None
         for end in self._ends(whole):
             # Some templates put an empty thinking before the last answer, and nothing there once it is an earlier one.
@@ -148,7 +148,13 @@ class AssistantTurns:
     def _require_tool_calls(self, text: str) -> None:
         turns = self._chat.messages
         bare = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
-        if bare != turns and self._rendered(bare) == text:
+        if bare == turns:
+            return
+        try:
+            without = self._rendered(bare)
+        except RowFault:  # such as one that refuses a result without its call
+            return
+        if without == text:
             raise RowFault("the template renders no tool_calls: their turn would be empty (content null)")
 
     def _cut_off(self, index: int, prompt: str, whole: str) -> Span | None:
@@ -201,8 +207,8 @@ def _template_of(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> str:
         raise RowFault(f"the template refuses it: {str(error)[:300]}") from None
 
 
-def _is_as_written(message: dict[str, Any], rendered: str, index: int) -> bool:
-    """Whether a rendered turn holds content and thinking as they were given, up to white space.
+def _is_as_written(message: dict[str, Any], prompt: str, rendered: str, index: int) -> bool:
+    """Whether a turn rendered behind its prompt holds content and thinking as they were given, up to white space.
 
     Raises:
         RowFault: it lacks a tool call.
@@ -210,9 +216,10 @@ def _is_as_written(message: dict[str, Any], rendered: str, index: int) -> bool:
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in rendered:
             raise RowFault(f"the template renders no tool_calls: turn {index} lacks that of {call['function']['name']}")
-    found, content = squeezed(rendered), squeezed(message["content"])
+    found, content = squeezed(rendered), squeezed(_behind(prompt, message["content"]))
     put_in, _, _ = found.partition(content) if content else ("", "", "")
-    opens_twice = (tag := _TAG.match(content)) is not None and put_in.startswith(tag[0])
+    tag = _TAG.match(squeezed(message["content"]))
+    opens_twice = tag is not None and tag[0] in put_in
     return content in found and squeezed(_thinking(message)) in found and not opens_twice
 
 
