@@ -39,6 +39,7 @@ def read(path: Path) -> list[Conversation]:
         (b"[" + row("a", "hi", "ok") + b",\n" + row("b", "hi", "ok") + b"]", "one JSON array"),
         (b"[\n" + row("a", "hi", "ok") + b",\n" + row("b", "hi", "ok") + b"\n]", "one JSON array"),
         (b"\xef\xbb\xbf [ \r\n" + row("b", "hi", "ok") + b"\r\n]", "one JSON array"),
+        (b"\n \n[\n" + row("a", "hi", "ok") + b",\n" + row("b", "hi", "ok") + b"\n]", "one JSON array"),
     ],
 )
 def test_a_file_of_another_form_is_refused_as_a_whole(tmp_path: Path, content: bytes, form: str):

@@ -178,6 +178,7 @@ def test_a_system_text_beside_the_turns_is_the_first_turn():
         ({"chat_template_kwargs": {"a": 1}}, r"set target\.chat_template_kwargs"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"function_call": {"name": "f"}}]}, "old form of tool_calls: turn 1"),
         ({"messages": [MESSAGES[0], MESSAGES[1] | {"weight": 0.5}]}, "weight that is neither 0 nor 1: turn 1"),
+        ({"messages": [MESSAGES[0], MESSAGES[1] | {"train": "no"}]}, "train that is neither true nor false: turn 1"),
     ],
 )
 def test_what_would_change_the_text_and_is_not_read_rejects_the_row(row: dict[str, Any], reason: str):
@@ -186,8 +187,9 @@ def test_what_would_change_the_text_and_is_not_read_rejects_the_row(row: dict[st
 
 
 def test_a_turn_that_is_not_to_be_trained_on_has_no_weight():
-    chats = [parse_chat({"messages": [MESSAGES[0], MESSAGES[1] | mark]}) for mark in ({"train": False}, {"weight": 0})]
-    assert [chat.messages[1]["weight"] for chat in chats] == [0, 0]
+    marks = ({"train": False}, {"train": 0}, {"weight": 0})
+    chats = [parse_chat({"messages": [MESSAGES[0], MESSAGES[1] | mark]}) for mark in marks]
+    assert [chat.messages[1]["weight"] for chat in chats] == [0, 0, 0]
 
 
 def test_other_keys_of_a_turn_are_kept():

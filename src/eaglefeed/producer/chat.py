@@ -143,10 +143,12 @@ def _message(index: int, turn: object, roles: Mapping[str, str]) -> dict[str, An
     if not isinstance(role, str) or role not in roles:
         raise RowFault(f"unknown role {str(role)[:64]!r}: turn {index}")
     content = _either(index, given, "content", "value")
-    if given.get("train") is False:  # another name for it
-        given["weight"] = 0
     if given.get("weight", 1) not in (0, 1):
         raise RowFault(f"a weight that is neither 0 nor 1: turn {index}")
+    if given.get("train", True) not in (True, False):  # another name for it
+        raise RowFault(f"train that is neither true nor false: turn {index}")
+    if not given.get("train", True):
+        given["weight"] = 0
     if "function_call" in given:
         raise RowFault(f"function_call is an old form of tool_calls: turn {index}")
     calls = given.pop("tool_calls", None)

@@ -32,7 +32,7 @@ _OTHER_FORMS = {
     b"\0{": "UTF-16",
 }
 """What a file that is no text in UTF-8 begins with."""
-_ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
+_ARRAY = re.compile(rb"\[\s*(\{|$)")
 
 
 class Row(NamedTuple):
@@ -173,7 +173,7 @@ def _check_form(start: bytes, path: Path) -> None:
         if start.startswith(magic):
             fix = "unpack or convert it first; `eaglefeed feed <(zcat FILE)` does without a second file"
             raise InputError("another form of file", subject=str(path), wanted=wanted, got=form, fix=fix)
-    if _ARRAY.match(start.removeprefix(_BOM).split(b"\n", 1)[0]):
+    if _ARRAY.match(start.removeprefix(_BOM).lstrip().split(b"\n", 1)[0]):
         fix = "write its rows a line each: jq -c '.[]' FILE"
         raise InputError("another form of file", subject=str(path), wanted=wanted, got="one JSON array", fix=fix)
 

@@ -66,14 +66,14 @@ class AssistantTurns:
         return text, self._weighed(index, span)
 
     def earlier(self, text: str, limit: int) -> list[Span | None]:
-        """The places of the others that begin before the limit; None for a turn that is not there as it was written.
+        """The places of the others that begin up to the limit; None for a turn that is not there as it was written.
 
         Each takes two renderings of all before it, so those behind the first 512 are left without loss.
         """
         spans: list[Span | None] = []
         for index in self._indices[:-1]:
             place = self._place(index, text) if len(spans) < _MAX_RENDERED else None
-            if place is not None and place[0] >= limit:
+            if place is not None and place[0] > limit:  # at it, the cut may go through the first character
                 break
             spans.append(place)
         return spans
