@@ -229,7 +229,7 @@ def server_process(forward_s: float = 0.0, max_in_flight: int = 2) -> Iterator[t
 def test_sigterm_drains_and_ends_well():
     with server_process(forward_s=1.0) as (process, url), ThreadPoolExecutor(2) as pool, Asker(url) as client:
         asked = [pool.submit(client.ask, row(index, 1)) for index in range(2)]
-        wait_until(lambda: client.metric("waiting") == 1)
+        wait_until(lambda: (client.metric("in_flight"), client.metric("waiting")) == (1, 1))
         process.send_signal(signal.SIGTERM)
         for index, future in enumerate(asked):
             assert future.result(30).tensors["input_ids"].tolist() == [[1, 0]]
