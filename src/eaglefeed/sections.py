@@ -286,7 +286,7 @@ class TrainSection(_Section):
     """How long no producer must have lived for that."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 21_600.0
     """How long the run's first sample is waited for, while conversations are tokenized and the target loads; remote:
-    how long a target server that is not ready; one that does not answer at all, at most half an hour."""
+    how long a target server that is not ready yet; half an hour at most is one waited for that does not answer."""
     target_backend: Literal["stream", "colocated", "remote"] = "stream"
     """Where batches come from: the run's queue, a target in this process, or target servers."""
     target_prefetch_depth: Annotated[int, Field(ge=0)] = 1
